@@ -241,6 +241,7 @@ class OrderHeader(_message.Message):
     BATCH_TOKENS_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
+    END_IDS_FIELD_NUMBER: _builtins.int
     top_k: _builtins.int
     """head ids to record per token"""
     draws: _builtins.int
@@ -263,6 +264,10 @@ class OrderHeader(_message.Message):
     def marks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """texts that end a sequence"""
 
+    @_builtins.property
+    def end_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """tokens that end a sequence; empty: those of the service's model"""
+
     def __init__(
         self,
         *,
@@ -277,10 +282,11 @@ class OrderHeader(_message.Message):
         batch_tokens: _builtins.int = ...,
         sequences: _builtins.int = ...,
         vocab_size: _builtins.int = ...,
+        end_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_tokens", b"batch_tokens", "draws", b"draws", "greedy", b"greedy", "marks", b"marks", "seed", b"seed", "sequences", b"sequences", "stream_tokens", b"stream_tokens", "temperature", b"temperature", "top_k", b"top_k", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_tokens", b"batch_tokens", "draws", b"draws", "end_ids", b"end_ids", "greedy", b"greedy", "marks", b"marks", "seed", b"seed", "sequences", b"sequences", "stream_tokens", b"stream_tokens", "temperature", b"temperature", "top_k", b"top_k", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,47 +24,47 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/teacher.proto\x12\ndistill.v1\"\x10\n\x0eGetInfoRequest\"\xf4\x03\n\x0bTeacherInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x1d\n\x15tokenizer_fingerprint\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x11\n\tmax_top_k\x18\x06 \x01(\r\x12\x12\n\nmax_length\x18\x07 \x01(\r\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x0e\n\x06\x65ngine\x18\t \x01(\t\x12\x17\n\x0f\x62\x61tch_invariant\x18\n \x01(\x08\x12%\n\x04load\x18\x0b \x01(\x0b\x32\x17.distill.v1.TeacherLoad\x12\x18\n\x10max_tail_samples\x18\x0c \x01(\r\x12\x19\n\x11max_request_bytes\x18\r \x01(\x04\x12\x16\n\x0emax_tail_draws\x18\x0e \x01(\r\x12\x1b\n\x0emax_chosen_ids\x18\x11 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x14only_temperature_one\x18\x12 \x01(\x08\x12\x18\n\x10takes_vocab_size\x18\x0f \x01(\x08\x12,\n\x08\x61\x64\x61pters\x18\x13 \x03(\x0b\x32\x1a.distill.v1.TeacherAdapter\x12\x14\n\x0ctakes_images\x18( \x01(\x08\x42\x11\n\x0f_max_chosen_ids\"3\n\x0eTeacherAdapter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\"\xa8\x01\n\x0bTeacherLoad\x12\x15\n\rqueued_tokens\x18\x01 \x01(\x04\x12\x16\n\x0e\x61\x63tive_streams\x18\x02 \x01(\r\x12\x15\n\rscored_tokens\x18\x03 \x01(\x04\x12\x10\n\x08\x66orwards\x18\x04 \x01(\x04\x12\x11\n\tcancelled\x18\x05 \x01(\x04\x12.\n\x0b\x63\x61\x63he_tiers\x18\x06 \x03(\x0b\x32\x19.distill.v1.CacheTierLoad\";\n\rCacheTierLoad\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04hits\x18\x02 \x01(\x04\x12\x0e\n\x06misses\x18\x03 \x01(\x04\"\x16\n\x14GetVocabularyRequest\"3\n\x0fVocabularyChunk\x12\x10\n\x08\x66irst_id\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\"\xe5\x02\n\x0cScoreRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\r\n\x05start\x18\x03 \x01(\r\x12\x0f\n\x05top_k\x18\x04 \x01(\rH\x00\x12\x12\n\x08head_ids\x18\x05 \x01(\x0cH\x00\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\x12\x31\n\x0elogprob_format\x18\x07 \x01(\x0e\x32\x19.distill.v1.LogprobFormat\x12\x15\n\rnext_position\x18\x08 \x01(\r\x12\x14\n\x0ctail_samples\x18\t \x01(\r\x12\x13\n\x0bsample_seed\x18\n \x01(\x04\x12\x0c\n\x04more\x18\x0b \x01(\x08\x12\x10\n\x08\x64raw_ids\x18\x0c \x01(\x0c\x12\x12\n\nvocab_size\x18\r \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x0e \x01(\t\x12\x0e\n\x06images\x18( \x01(\x0c\x12\x13\n\x0bimage_sizes\x18) \x03(\rB\x06\n\x04head\"\xb8\x01\n\nScoreChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12\r\n\x05\x63ount\x18\x03 \x01(\r\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\x12\x0c\n\x04last\x18\x05 \x01(\x08\x12\x16\n\x0escoring_digest\x18\x06 \x01(\x06\x12\'\n\x05\x65rror\x18\x07 \x01(\x0b\x32\x18.distill.v1.RequestError\x12\x0f\n\x07version\x18\x08 \x01(\x04\"b\n\x0cRequestError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x0c\n\x04hint\x18\x04 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x05 \x01(\r\"m\n\x0bWeightsPart\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.distill.v1.WeightsHeaderH\x00\x12)\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.distill.v1.WeightsChunkH\x00\x42\x06\n\x04part\"\x97\x01\n\rWeightsHeader\x12%\n\x04mode\x18\x01 \x01(\x0e\x32\x17.distill.v1.WeightsMode\x12\x0b\n\x03tau\x18\x02 \x01(\x01\x12\x14\n\x0c\x62\x61se_version\x18\x03 \x01(\x04\x12\'\n\x07tensors\x18\x04 \x03(\x0b\x32\x16.distill.v1.TensorSpec\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x04\"8\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\r\n\x05\x64type\x18\x03 \x01(\t\"J\n\x0cWeightsChunk\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0c\n\x04xxh3\x18\x04 \x01(\x06\"8\n\x10PushWeightsReply\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t*_\n\rLogprobFormat\x12\x1e\n\x1aLOGPROB_FORMAT_UNSPECIFIED\x10\x00\x12\x16\n\x12LOGPROB_FORMAT_F16\x10\x01\x12\x16\n\x12LOGPROB_FORMAT_F32\x10\x02*[\n\x0bWeightsMode\x12\x1c\n\x18WEIGHTS_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14WEIGHTS_MODE_REPLACE\x10\x01\x12\x14\n\x10WEIGHTS_MODE_EMA\x10\x02\x32\xa2\x02\n\x07Teacher\x12>\n\x07GetInfo\x12\x1a.distill.v1.GetInfoRequest\x1a\x17.distill.v1.TeacherInfo\x12P\n\rGetVocabulary\x12 .distill.v1.GetVocabularyRequest\x1a\x1b.distill.v1.VocabularyChunk0\x01\x12=\n\x05Score\x12\x18.distill.v1.ScoreRequest\x1a\x16.distill.v1.ScoreChunk(\x01\x30\x01\x12\x46\n\x0bPushWeights\x12\x17.distill.v1.WeightsPart\x1a\x1c.distill.v1.PushWeightsReply(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/teacher.proto\x12\ndistill.v1\"\x10\n\x0eGetInfoRequest\"\xa2\x04\n\x0bTeacherInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x1d\n\x15tokenizer_fingerprint\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x11\n\tmax_top_k\x18\x06 \x01(\r\x12\x12\n\nmax_length\x18\x07 \x01(\r\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x0e\n\x06\x65ngine\x18\t \x01(\t\x12\x17\n\x0f\x62\x61tch_invariant\x18\n \x01(\x08\x12%\n\x04load\x18\x0b \x01(\x0b\x32\x17.distill.v1.TeacherLoad\x12\x18\n\x10max_tail_samples\x18\x0c \x01(\r\x12\x19\n\x11max_request_bytes\x18\r \x01(\x04\x12\x16\n\x0emax_tail_draws\x18\x0e \x01(\r\x12\x1b\n\x0emax_chosen_ids\x18\x11 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x14only_temperature_one\x18\x12 \x01(\x08\x12\x18\n\x10takes_vocab_size\x18\x0f \x01(\x08\x12,\n\x08\x61\x64\x61pters\x18\x13 \x03(\x0b\x32\x1a.distill.v1.TeacherAdapter\x12\x14\n\x0ctakes_images\x18( \x01(\x08\x12\x1a\n\rchat_template\x18) \x01(\tH\x01\x88\x01\x01\x42\x11\n\x0f_max_chosen_idsB\x10\n\x0e_chat_template\"3\n\x0eTeacherAdapter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\"\xa8\x01\n\x0bTeacherLoad\x12\x15\n\rqueued_tokens\x18\x01 \x01(\x04\x12\x16\n\x0e\x61\x63tive_streams\x18\x02 \x01(\r\x12\x15\n\rscored_tokens\x18\x03 \x01(\x04\x12\x10\n\x08\x66orwards\x18\x04 \x01(\x04\x12\x11\n\tcancelled\x18\x05 \x01(\x04\x12.\n\x0b\x63\x61\x63he_tiers\x18\x06 \x03(\x0b\x32\x19.distill.v1.CacheTierLoad\";\n\rCacheTierLoad\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04hits\x18\x02 \x01(\x04\x12\x0e\n\x06misses\x18\x03 \x01(\x04\"\x16\n\x14GetVocabularyRequest\"3\n\x0fVocabularyChunk\x12\x10\n\x08\x66irst_id\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\"\xe5\x02\n\x0cScoreRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\r\n\x05start\x18\x03 \x01(\r\x12\x0f\n\x05top_k\x18\x04 \x01(\rH\x00\x12\x12\n\x08head_ids\x18\x05 \x01(\x0cH\x00\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\x12\x31\n\x0elogprob_format\x18\x07 \x01(\x0e\x32\x19.distill.v1.LogprobFormat\x12\x15\n\rnext_position\x18\x08 \x01(\r\x12\x14\n\x0ctail_samples\x18\t \x01(\r\x12\x13\n\x0bsample_seed\x18\n \x01(\x04\x12\x0c\n\x04more\x18\x0b \x01(\x08\x12\x10\n\x08\x64raw_ids\x18\x0c \x01(\x0c\x12\x12\n\nvocab_size\x18\r \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x0e \x01(\t\x12\x0e\n\x06images\x18( \x01(\x0c\x12\x13\n\x0bimage_sizes\x18) \x03(\rB\x06\n\x04head\"\xb8\x01\n\nScoreChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12\r\n\x05\x63ount\x18\x03 \x01(\r\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\x12\x0c\n\x04last\x18\x05 \x01(\x08\x12\x16\n\x0escoring_digest\x18\x06 \x01(\x06\x12\'\n\x05\x65rror\x18\x07 \x01(\x0b\x32\x18.distill.v1.RequestError\x12\x0f\n\x07version\x18\x08 \x01(\x04\"b\n\x0cRequestError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x0c\n\x04hint\x18\x04 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x05 \x01(\r\"m\n\x0bWeightsPart\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.distill.v1.WeightsHeaderH\x00\x12)\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.distill.v1.WeightsChunkH\x00\x42\x06\n\x04part\"\x97\x01\n\rWeightsHeader\x12%\n\x04mode\x18\x01 \x01(\x0e\x32\x17.distill.v1.WeightsMode\x12\x0b\n\x03tau\x18\x02 \x01(\x01\x12\x14\n\x0c\x62\x61se_version\x18\x03 \x01(\x04\x12\'\n\x07tensors\x18\x04 \x03(\x0b\x32\x16.distill.v1.TensorSpec\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x04\"8\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\r\n\x05\x64type\x18\x03 \x01(\t\"J\n\x0cWeightsChunk\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0c\n\x04xxh3\x18\x04 \x01(\x06\"8\n\x10PushWeightsReply\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t*_\n\rLogprobFormat\x12\x1e\n\x1aLOGPROB_FORMAT_UNSPECIFIED\x10\x00\x12\x16\n\x12LOGPROB_FORMAT_F16\x10\x01\x12\x16\n\x12LOGPROB_FORMAT_F32\x10\x02*[\n\x0bWeightsMode\x12\x1c\n\x18WEIGHTS_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14WEIGHTS_MODE_REPLACE\x10\x01\x12\x14\n\x10WEIGHTS_MODE_EMA\x10\x02\x32\xa2\x02\n\x07Teacher\x12>\n\x07GetInfo\x12\x1a.distill.v1.GetInfoRequest\x1a\x17.distill.v1.TeacherInfo\x12P\n\rGetVocabulary\x12 .distill.v1.GetVocabularyRequest\x1a\x1b.distill.v1.VocabularyChunk0\x01\x12=\n\x05Score\x12\x18.distill.v1.ScoreRequest\x1a\x16.distill.v1.ScoreChunk(\x01\x30\x01\x12\x46\n\x0bPushWeights\x12\x17.distill.v1.WeightsPart\x1a\x1c.distill.v1.PushWeightsReply(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.teacher_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LOGPROBFORMAT']._serialized_start=2023
-  _globals['_LOGPROBFORMAT']._serialized_end=2118
-  _globals['_WEIGHTSMODE']._serialized_start=2120
-  _globals['_WEIGHTSMODE']._serialized_end=2211
+  _globals['_LOGPROBFORMAT']._serialized_start=2069
+  _globals['_LOGPROBFORMAT']._serialized_end=2164
+  _globals['_WEIGHTSMODE']._serialized_start=2166
+  _globals['_WEIGHTSMODE']._serialized_end=2257
   _globals['_GETINFOREQUEST']._serialized_start=36
   _globals['_GETINFOREQUEST']._serialized_end=52
   _globals['_TEACHERINFO']._serialized_start=55
-  _globals['_TEACHERINFO']._serialized_end=555
-  _globals['_TEACHERADAPTER']._serialized_start=557
-  _globals['_TEACHERADAPTER']._serialized_end=608
-  _globals['_TEACHERLOAD']._serialized_start=611
-  _globals['_TEACHERLOAD']._serialized_end=779
-  _globals['_CACHETIERLOAD']._serialized_start=781
-  _globals['_CACHETIERLOAD']._serialized_end=840
-  _globals['_GETVOCABULARYREQUEST']._serialized_start=842
-  _globals['_GETVOCABULARYREQUEST']._serialized_end=864
-  _globals['_VOCABULARYCHUNK']._serialized_start=866
-  _globals['_VOCABULARYCHUNK']._serialized_end=917
-  _globals['_SCOREREQUEST']._serialized_start=920
-  _globals['_SCOREREQUEST']._serialized_end=1277
-  _globals['_SCORECHUNK']._serialized_start=1280
-  _globals['_SCORECHUNK']._serialized_end=1464
-  _globals['_REQUESTERROR']._serialized_start=1466
-  _globals['_REQUESTERROR']._serialized_end=1564
-  _globals['_WEIGHTSPART']._serialized_start=1566
-  _globals['_WEIGHTSPART']._serialized_end=1675
-  _globals['_WEIGHTSHEADER']._serialized_start=1678
-  _globals['_WEIGHTSHEADER']._serialized_end=1829
-  _globals['_TENSORSPEC']._serialized_start=1831
-  _globals['_TENSORSPEC']._serialized_end=1887
-  _globals['_WEIGHTSCHUNK']._serialized_start=1889
-  _globals['_WEIGHTSCHUNK']._serialized_end=1963
-  _globals['_PUSHWEIGHTSREPLY']._serialized_start=1965
-  _globals['_PUSHWEIGHTSREPLY']._serialized_end=2021
-  _globals['_TEACHER']._serialized_start=2214
-  _globals['_TEACHER']._serialized_end=2504
+  _globals['_TEACHERINFO']._serialized_end=601
+  _globals['_TEACHERADAPTER']._serialized_start=603
+  _globals['_TEACHERADAPTER']._serialized_end=654
+  _globals['_TEACHERLOAD']._serialized_start=657
+  _globals['_TEACHERLOAD']._serialized_end=825
+  _globals['_CACHETIERLOAD']._serialized_start=827
+  _globals['_CACHETIERLOAD']._serialized_end=886
+  _globals['_GETVOCABULARYREQUEST']._serialized_start=888
+  _globals['_GETVOCABULARYREQUEST']._serialized_end=910
+  _globals['_VOCABULARYCHUNK']._serialized_start=912
+  _globals['_VOCABULARYCHUNK']._serialized_end=963
+  _globals['_SCOREREQUEST']._serialized_start=966
+  _globals['_SCOREREQUEST']._serialized_end=1323
+  _globals['_SCORECHUNK']._serialized_start=1326
+  _globals['_SCORECHUNK']._serialized_end=1510
+  _globals['_REQUESTERROR']._serialized_start=1512
+  _globals['_REQUESTERROR']._serialized_end=1610
+  _globals['_WEIGHTSPART']._serialized_start=1612
+  _globals['_WEIGHTSPART']._serialized_end=1721
+  _globals['_WEIGHTSHEADER']._serialized_start=1724
+  _globals['_WEIGHTSHEADER']._serialized_end=1875
+  _globals['_TENSORSPEC']._serialized_start=1877
+  _globals['_TENSORSPEC']._serialized_end=1933
+  _globals['_WEIGHTSCHUNK']._serialized_start=1935
+  _globals['_WEIGHTSCHUNK']._serialized_end=2009
+  _globals['_PUSHWEIGHTSREPLY']._serialized_start=2011
+  _globals['_PUSHWEIGHTSREPLY']._serialized_end=2067
+  _globals['_TEACHER']._serialized_start=2260
+  _globals['_TEACHER']._serialized_end=2550
 # @@protoc_insertion_point(module_scope)

@@ -97,6 +97,7 @@ class TeacherInfo(_message.Message):
     TAKES_VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     TAKES_IMAGES_FIELD_NUMBER: _builtins.int
+    CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     fingerprint: _builtins.str
     """sha256 of everything that determines the rows: weights, config, dtype, engine. Each weight update changes it."""
@@ -125,6 +126,8 @@ class TeacherInfo(_message.Message):
     """false: this teacher ignores ScoreRequest.vocab_size"""
     takes_images: _builtins.bool
     """The model reads images: ScoreRequest.images are taken."""
+    chat_template: _builtins.str
+    """The default chat template of the tokenizer; empty: it has none. Absent: unknown."""
     @_builtins.property
     def load(self) -> Global___TeacherLoad: ...
     @_builtins.property
@@ -151,13 +154,19 @@ class TeacherInfo(_message.Message):
         takes_vocab_size: _builtins.bool = ...,
         adapters: _abc.Iterable[Global___TeacherAdapter] | None = ...,
         takes_images: _builtins.bool = ...,
+        chat_template: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_chosen_ids", b"_max_chosen_ids", "load", b"load", "max_chosen_ids", b"max_chosen_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_chat_template", b"_chat_template", "_max_chosen_ids", b"_max_chosen_ids", "chat_template", b"chat_template", "load", b"load", "max_chosen_ids", b"max_chosen_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_chosen_ids", b"_max_chosen_ids", "adapters", b"adapters", "batch_invariant", b"batch_invariant", "dtype", b"dtype", "engine", b"engine", "fingerprint", b"fingerprint", "load", b"load", "max_chosen_ids", b"max_chosen_ids", "max_length", b"max_length", "max_request_bytes", b"max_request_bytes", "max_tail_draws", b"max_tail_draws", "max_tail_samples", b"max_tail_samples", "max_top_k", b"max_top_k", "model", b"model", "only_temperature_one", b"only_temperature_one", "takes_images", b"takes_images", "takes_vocab_size", b"takes_vocab_size", "tokenizer_fingerprint", b"tokenizer_fingerprint", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chat_template", b"_chat_template", "_max_chosen_ids", b"_max_chosen_ids", "adapters", b"adapters", "batch_invariant", b"batch_invariant", "chat_template", b"chat_template", "dtype", b"dtype", "engine", b"engine", "fingerprint", b"fingerprint", "load", b"load", "max_chosen_ids", b"max_chosen_ids", "max_length", b"max_length", "max_request_bytes", b"max_request_bytes", "max_tail_draws", b"max_tail_draws", "max_tail_samples", b"max_tail_samples", "max_top_k", b"max_top_k", "model", b"model", "only_temperature_one", b"only_temperature_one", "takes_images", b"takes_images", "takes_vocab_size", b"takes_vocab_size", "tokenizer_fingerprint", b"tokenizer_fingerprint", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__chat_template: _TypeAlias = _typing.Literal["chat_template"]  # noqa: Y015
+    _WhichOneofArgType__chat_template: _TypeAlias = _typing.Literal["_chat_template", b"_chat_template"]  # noqa: Y015
     _WhichOneofReturnType__max_chosen_ids: _TypeAlias = _typing.Literal["max_chosen_ids"]  # noqa: Y015
     _WhichOneofArgType__max_chosen_ids: _TypeAlias = _typing.Literal["_max_chosen_ids", b"_max_chosen_ids"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__chat_template) -> _WhichOneofReturnType__chat_template | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_chosen_ids) -> _WhichOneofReturnType__max_chosen_ids | None: ...
 
 Global___TeacherInfo: _TypeAlias = TeacherInfo  # noqa: Y015

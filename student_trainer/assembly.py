@@ -55,6 +55,7 @@ from student_trainer.rollout_client.connection import connect_engine, wait_for_s
 from student_trainer.rollout_client.local_services import RolloutServices
 from student_trainer.rollout_client.placed_services import PlacedServices
 from student_trainer.rollout_client.stopped_job import end_orders_after_stop
+from student_trainer.run.chat_templates import choose_chat_template
 from student_trainer.run.metrics import open_metrics
 from student_trainer.run.model_checks import max_sequence_length
 from student_trainer.run.provenance import write_environment
@@ -83,6 +84,7 @@ def assemble(
     if is_main_process():  # before the checks of the data, which may refuse it
         write_preview(run, lambda: preview_of(config))
     tokenizer = load_tokenizer(config.student)
+    choose_chat_template(config, tokenizer, teachers)
     text_config = _check_student(config)
     width, max_length = text_config.vocab_size, max_sequence_length(text_config)
     preparation = _prepare_method(config, Inputs(tokenizer, width, max_length, teachers, rewards))

@@ -264,7 +264,9 @@ def _named_places(config: AnyJob) -> list[tuple[str, str]]:
     return [
         (key, name)
         for key, name in named_values(config)
-        if name not in ("", "same", "auto") and not is_output(name)
+        if name not in ("", "same", "auto")
+        and not is_output(name)
+        and (key, name) != ("student.chat_template", "teacher")
     ]
 
 

@@ -28,7 +28,7 @@ from clients.data.prompt_format import (
     template_text,
 )
 from clients.data.records import FILE_SUFFIXES
-from clients.data.tokens.tokenizer import chat_templates_in
+from clients.data.tokens.tokenizer import chat_templates_in, read_template
 from clients.preflight.data_files import check_data
 from clients.preflight.disk import check_space
 from clients.preflight.packages import check_packages, check_trackers
@@ -49,10 +49,24 @@ def check_template(config: JobConfig, model: str) -> None:
 
     A hub id, and files that cannot be interpreted, are left to the job's program.
     """
+    student = getattr(config, "student", None)
+    chat_template = getattr(student, "chat_template", None)
+    if chat_template == "teacher":
+        if not getattr(config, "teacher_addresses", None):
+            raise InvalidInput(
+                "the job has no teacher",
+                field="student.chat_template",
+                hint="name a .jinja file, or leave it out",
+            )
+        return
     if config.prompt_format is None or not Path(model).is_dir():
         return
     try:
-        templates = chat_templates_in(Path(model))
+        templates = (
+            chat_templates_in(Path(model))
+            if chat_template is None
+            else {"default": read_template(Path(chat_template))}
+        )
     except (OSError, ValueError):
         return
     check_chat_template(config.prompt_format, template_text(templates))
@@ -102,7 +116,7 @@ def check_files(config: AnyJob, hint: str = RELATIVE_PATH_HINT) -> None:
     for key, url in named_urls(config):
         _check_url(key, url)
     for key, name in named_files(config):
-        has_suffix = name.endswith((*FILE_SUFFIXES, ".py"))
+        has_suffix = name.endswith((*FILE_SUFFIXES, ".py", ".jinja"))
         # A hub id has at most one slash and no NUL character.
         is_local = has_suffix or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
         is_local = is_local or "\0" in name

@@ -49,6 +49,8 @@ class TeacherInfo:
     """Fingerprints of the rows with an adapter, by its name."""
     takes_images: bool = False
     """True if its model reads the `images` of a query."""
+    chat_template: str | None = None
+    """Default chat template of its tokenizer; "" if it has none; None if that is unknown."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ def info_of(message: teacher_pb2.TeacherInfo) -> TeacherInfo:
         takes_vocab_size=message.takes_vocab_size,
         adapters={adapter.name: adapter.fingerprint for adapter in message.adapters},
         takes_images=message.takes_images,
+        chat_template=message.chat_template if message.HasField("chat_template") else None,
     )
 
 

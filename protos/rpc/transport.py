@@ -7,7 +7,7 @@ import socket
 
 # Version of what a trainer and a service must agree on: the messages, the files of a snapshot, and
 # the tokens that follow from a seed and a rollout number. A test fails if these change without it.
-ROLLOUTS_PROTOCOL = 3
+ROLLOUTS_PROTOCOL = 4
 MAX_MESSAGE_BYTES = 4 << 20
 # Largest request of rows: a longer one than MAX_MESSAGE_BYTES is sent in several messages. At
 # k = 64 it is a sequence of 262,000 tokens.

@@ -57,6 +57,8 @@ def make_tokenizer_compatible(file: Path) -> None:
     config = json.loads(file.read_text("utf-8"))
     if config.get("tokenizer_class") == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if (file.parent / "chat_template.jinja").is_file():
+        config.pop("chat_template", None)  # some programs prefer it
     tokens = config.get("extra_special_tokens")
     if isinstance(tokens, list):  # transformers 4 reads a table by name
         del config["extra_special_tokens"]

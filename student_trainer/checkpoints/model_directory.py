@@ -14,8 +14,9 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
-from clients.data.models.files import ADAPTER_CONFIG, list_model_files
+from clients.data.models.files import ADAPTER_CONFIG, TEMPLATES, list_model_files
 from clients.data.tokens.answers import end_ids
+from clients.data.tokens.tokenizer import LEGACY_TEMPLATE, chat_templates_in
 from student_trainer.checkpoints.compatible_files import (
     make_configuration_compatible,
     make_tokenizer_compatible,
@@ -106,8 +107,18 @@ def write_small_files(
             if _is_carried_over(name):
                 (path / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(source / name, path / name)
+        _write_chat_template(path, tokenizer.chat_template)
     make_tokenizer_compatible(path / "tokenizer_config.json")
     _save_configuration(path, model, dtype, tokenizer, source)
+
+
+def _write_chat_template(path: Path, template: Any) -> None:
+    """Write a chat template in place of those in `path`, unless they are the same."""
+    if not isinstance(template, str) or chat_templates_in(path) == {"default": template}:
+        return
+    shutil.rmtree(path / TEMPLATES, ignore_errors=True)
+    (path / LEGACY_TEMPLATE).unlink(missing_ok=True)
+    (path / "chat_template.jinja").write_text(template, "utf-8")
 
 
 def _is_carried_over(name: str) -> bool:

@@ -33,6 +33,7 @@ from clients.data.models.files import (
     refuse_quantisation,
 )
 from clients.data.tokens import loading as tokens
+from clients.data.tokens.tokenizer import read_template
 from protos.errors import InvalidInput
 from student_trainer.model.lora import add_adapters, load_adapters
 from student_trainer.model.probes import uses_images
@@ -118,7 +119,21 @@ def load_tokenizer(student: StudentConfig) -> Any:
     def load(model: str, *, revision: str | None, **_: Any) -> Any:
         return tokens.load_tokenizer(model, revision)
 
-    return _load_pretrained(student, load, checks=(refuse_code,))
+    tokenizer = _load_pretrained(student, load, checks=(refuse_code,))
+    if student.chat_template not in (None, "teacher"):
+        tokenizer.chat_template = _read_chat_template(student.chat_template)
+    return tokenizer
+
+
+def _read_chat_template(name: str) -> str:
+    try:
+        return read_template(Path(name))
+    except (OSError, ValueError) as error:
+        raise InvalidInput(
+            f"cannot read {name}: {error}",
+            field="student.chat_template",
+            hint="name a .jinja file",
+        ) from error
 
 
 def load_generation_config(student: StudentConfig) -> Any:

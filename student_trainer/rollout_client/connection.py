@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from clients.config.kinds import AnyTraining
+from clients.data.tokens.answers import end_ids
 from clients.preflight.rollouts import another_engine
 from clients.runs.directory import RunDirectory
 from clients.runs.identity import run_identity
@@ -55,7 +56,7 @@ class EngineConnection:
     """The rollout services of a job, and the versions of the weights that they load.
 
     lag: steps that sampling may be ahead. sleeps: the services free their GPUs' memory while the
-    trainer learns.
+    trainer learns. end_ids: the tokens that end a sequence.
     """
 
     client: EngineClient
@@ -63,6 +64,7 @@ class EngineConnection:
     channel: WeightChannel
     lag: int
     sleeps: bool
+    end_ids: tuple[int, ...]
 
     def rollouts_ahead(
         self, config: AnyTraining, teacher: TeacherSource, rollouts: EngineRollouts
@@ -86,6 +88,7 @@ class EngineConnection:
 
         `conversations`: for a job with an environment.
         """
+        settings = replace(settings, end_ids=self.end_ids)
         if conversations is not None:
             return EngineSearch(self.client, settings, self._newest_version, conversations)
         return SingleTurnRollouts(self.client, settings, self._newest_version)
@@ -163,7 +166,8 @@ def connect_engine(
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
     )
     sleeps = info.sleeps and not rollouts.lag
-    return EngineConnection(client, accelerator, channel, rollouts.lag, sleeps)
+    ends = tuple(end for end in end_ids(model.generation_config, tokenizer) if end < vocab_size)
+    return EngineConnection(client, accelerator, channel, rollouts.lag, sleeps, ends)
 
 
 def _check_services(

@@ -42,7 +42,8 @@ class SamplingSettings:
     with a rollout number; None takes the most likely token each time. stream_tokens: random numbers
     of a rollout, as in `rollout_noise`. batch_tokens: tokens of a batch at most, with padding; the
     vllm engine does not read it. marks: texts that end a sequence as soon as they are sampled.
-    vocab_size: sample from the first `vocab_size` ids; None: from all.
+    vocab_size: sample from the first `vocab_size` ids; None: from all. end_ids: tokens that end a
+    sequence; empty: those of the service's own copy of the student.
     """
 
     top_k: int
@@ -53,6 +54,7 @@ class SamplingSettings:
     batch_tokens: int
     marks: tuple[str, ...] = ()
     vocab_size: int | None = None
+    end_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

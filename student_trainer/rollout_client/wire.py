@@ -79,6 +79,7 @@ def order_parts(order: Order) -> list[rollouts_pb2.OrderPart]:
             batch_tokens=settings.batch_tokens,
             sequences=len(order.sequences),
             vocab_size=settings.vocab_size or 0,
+            end_ids=settings.end_ids,
         )
         parts = [rollouts_pb2.OrderPart(header=header)]
         for request in order.sequences:
@@ -154,6 +155,7 @@ class OrderReader:
             batch_tokens=header.batch_tokens,
             marks=tuple(header.marks),
             vocab_size=header.vocab_size or None,
+            end_ids=tuple(header.end_ids),
         )
         return Order(self._weights, settings, self._sequences)
 
@@ -250,6 +252,7 @@ def _check_header(header: rollouts_pb2.OrderHeader, limits: OrderLimits) -> None
         ("batch_tokens", header.batch_tokens, 1, MAX_TOKENS),
         ("sequences", header.sequences, 1, MAX_SEQUENCES),
     ]
+    bounds += [("end_ids", end, 0, limits.vocab_size - 1) for end in header.end_ids]
     for name, value, minimum, maximum in bounds:
         if not minimum <= value <= maximum:
             hint = "divide the order" if name == "sequences" else f"set {name} in this range"

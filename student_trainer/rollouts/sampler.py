@@ -99,6 +99,7 @@ class Sampler:
         bf16: bool = False,
         never: int | None = None,
         equal_lengths: bool = False,
+        ends: Sequence[int] = (),
     ) -> None:
         """Set up the sampler of `model`, a transformers causal LM.
 
@@ -109,6 +110,7 @@ class Sampler:
         None: all. `bf16`: compute in bfloat16. `never`: an id that is not sampled.
         `equal_lengths`: the model's results change with padding (`probe_sampling`), so that only
         sequences of one length share a batch.
+        `ends`: ids that end a sequence; empty: those of `end_ids`.
         """
         self._model = model
         self._top_k = top_k
@@ -120,7 +122,7 @@ class Sampler:
         self._never = never
         self._equal_lengths = equal_lengths
         self._rope_switch = rope_switch(model.config.get_text_config())
-        self._ends = end_ids(model.generation_config, tokenizer)
+        self._ends = list(ends) or end_ids(model.generation_config, tokenizer)
         # Read after the end of a sequence only; the tokenizer's own may be an id without embedding.
         self._pad = 0
 

@@ -42,7 +42,8 @@ class ScoringEngineInfo:
     change with every weight update. `batch_invariant`: the rows of a sequence do not depend on
     the other sequences in its batch. `adapters`: the fingerprint of the rows with each adapter, by
     its name. `placeholder`: the token that stands for an image; None: the model reads no images,
-    otherwise the engine is a ImageEngine.
+    otherwise the engine is a ImageEngine. `chat_template`: the default one of the tokenizer; "" if
+    it has none; None if that is unknown.
     """
 
     model: str
@@ -58,6 +59,7 @@ class ScoringEngineInfo:
     limits: EngineLimits = EngineLimits()
     adapters: Mapping[str, str] = field(default_factory=dict)
     placeholder: int | None = None
+    chat_template: str | None = None
 
     def fingerprint_for(self, adapter: str) -> str:
         """Return the fingerprint of the rows with an adapter; "": without one."""

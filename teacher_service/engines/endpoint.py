@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from clients.data.tokens.tokenizer import default_template_in
 from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows.checks import check_rows
@@ -81,13 +82,15 @@ class EndpointEngine:
         self.requested_tokens = 0
         self._http = HttpEndpoint(url)
         try:
-            vocabulary = load_vocabulary(model_directory(tokenizer))
+            path = model_directory(tokenizer)
+            vocabulary = load_vocabulary(path)
         except InvalidInput as error:
             raise InvalidInput(error.message, field="--tokenizer", hint=error.hint) from error
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True)
         self._thread.start()
         self._model = served_model
+        self._chat_template = default_template_in(path)
         self._wire = wires[0]
         try:
             self.info = self._submit(self._describe(vocabulary, max_top_k, wires)).result()
@@ -210,6 +213,7 @@ class EndpointEngine:
                 any_vocab_size=False,
                 tail_samples=False,
             ),
+            chat_template=self._chat_template,
         )
 
     async def _find_model(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 
 from clients.data.models.rope_switch import rope_switch
+from clients.data.tokens.tokenizer import default_template_in
 from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import DistillError, InvalidInput, WrongState
 from protos.rows.codec import RowBlock
@@ -240,6 +241,7 @@ class HfEngine:
             name="hf",
             batch_invariant=self._batch_invariant,
             placeholder=None if self._reader is None else self._reader.placeholder,
+            chat_template=default_template_in(path),
         )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from clients.data.models.files import quantisation_of
+from clients.data.tokens.tokenizer import default_template_in
 from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows.codec import RowBlock, concatenate
@@ -255,6 +256,7 @@ class VllmEngine:
             dtype=dtype,
             name="vllm",
             batch_invariant=False,
+            chat_template=default_template_in(path),
         )
 
 

@@ -88,6 +88,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
                 for name, fingerprint in info.adapters.items()
             ],
             takes_images=info.placeholder is not None,
+            chat_template=info.chat_template,
         )
 
     async def GetVocabulary(

@@ -31,6 +31,7 @@ After = Annotated[
 # Keys that may name a file or directory, and so may name the output of a job.
 _FILE_KEYS: tuple[tuple[str, ...], ...] = (
     ("student", "model"),
+    ("student", "chat_template"),
     ("data", "path"),
     ("data", "eval_path"),
     ("data", "eval_prompts"),

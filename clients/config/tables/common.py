@@ -119,6 +119,8 @@ class StudentConfig(Table):
     """Hugging Face directory, its s3:// or gs:// URL, or hub id."""
     revision: str | None = None
     """Commit of the hub id."""
+    chat_template: Name | None = None
+    """A .jinja file in place of the model's own, or "teacher": that of the teacher. Exported."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the computation; auto: bfloat16 on a GPU, else float32. Trained weights are float32."""
     gradient_checkpointing: Recomputation = False
@@ -134,6 +136,13 @@ class StudentConfig(Table):
     def adapter_rank(self) -> int:
         """The rank of the adapters that a rollout engine gets; 0: it gets all weights."""
         return 0 if self.lora is None else self.lora.rank_of_engines
+
+    @field_validator("chat_template")
+    @classmethod
+    def _is_file_or_teacher(cls, name: str | None) -> str | None:
+        if name is None or name == "teacher" or name.endswith(".jinja"):
+            return name
+        raise ValueError("must be 'teacher' or the path of a .jinja file")
 
     @field_validator("attention")
     @classmethod

@@ -78,12 +78,20 @@ def chat_templates_in(model: Path) -> dict[str, str]:
     """
     files = {file.stem: file for file in (model / TEMPLATES).glob("*.jinja")}
     files["default"] = model / "chat_template.jinja"
-    texts = {name: _read_template(file) for name, file in files.items() if file.exists()}
+    texts = {name: read_template(file) for name, file in files.items() if file.exists()}
     for file in (model / "tokenizer_config.json", model / LEGACY_TEMPLATE):
         if not texts and file.exists():
             document = read_document(file)
             texts = _templates_of(document.get("chat_template")) if document else {}
     return texts
+
+
+def default_template_in(model: Path) -> str | None:
+    """Return the default chat template of a directory; "" if it has none; None if unreadable."""
+    try:
+        return chat_templates_in(model).get("default", "")
+    except (OSError, ValueError):
+        return None
 
 
 def _templates_of(entry: Any) -> dict[str, str]:
@@ -96,7 +104,8 @@ def _templates_of(entry: Any) -> dict[str, str]:
     }
 
 
-def _read_template(file: Path) -> str:
+def read_template(file: Path) -> str:
+    """Return the text of a chat template. Raises OSError, or ValueError if it is too long."""
     with open_regular(file) as stream:
         content = stream.read(_MAX_TEMPLATE_BYTES + 1)
     if len(content) > _MAX_TEMPLATE_BYTES:

@@ -140,6 +140,7 @@ class HfRolloutEngine:
             vocab_size=settings.vocab_size,
             bf16=self._bf16,
             equal_lengths=self._equal_lengths,
+            ends=settings.end_ids,
         )
         requests = order.sequences[batch]
         noise = draw_noise = None

@@ -290,10 +290,11 @@ class VllmRolloutEngine:
         order = running_order.order
         sequence = order.sequences[index]
         marks = self._marks(order.settings.marks) if order.settings.marks else None
+        ends = list(order.settings.end_ids) or self._ends
         params = SamplingParams(
             max_tokens=sequence.limit,
-            stop_token_ids=self._ends,
-            ignore_eos=True,  # `_ends` has it
+            stop_token_ids=ends,
+            ignore_eos=True,  # `ends` has it
             detokenize=False,
             output_kind=RequestOutputKind.DELTA if marks else RequestOutputKind.FINAL_ONLY,
             extra_args=request_fields(running_order.name, order, index),
@@ -320,7 +321,7 @@ class VllmRolloutEngine:
                 f"vLLM ended a sequence early: finish_reason {completion.finish_reason!r}",
                 hint="see the log of the rollout service",
             )
-        return EndedSequence(index, len(tokens), ended=tokens[-1] in self._ends, closed=False)
+        return EndedSequence(index, len(tokens), ended=tokens[-1] in ends, closed=False)
 
     async def _fetch_tokens(
         self, running_order: RunningOrder, ended_sequences: list[EndedSequence]

@@ -1,0 +1,131 @@
+"""The chat templates of student and teacher: compared, or the teacher's used for both.
+
+Student and teacher with one tokenizer may still write conversations in different formats, and a
+base model has no format at all. The teacher then scores prompts in a format that it does not know.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from clients.config.kinds import AnyTraining
+from clients.config.on_policy import OnPolicyJob
+from clients.config.rl import RLJob
+from clients.data.prompt_format import PromptFormat, default_template
+from protos.errors import InvalidInput
+from student_trainer.teachers.connections import Connection
+from student_trainer.teachers.teacher_input import reads_another_prompt
+
+log = logging.getLogger(__name__)
+
+_FIELD = "student.chat_template"
+_QUESTION = {"role": "user", "content": "What is 17 + 25?"}
+_ANSWER = {"role": "assistant", "content": "It is 42."}
+_SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def choose_chat_template(
+    config: AnyTraining, tokenizer: Any, teachers: Mapping[str, Connection]
+) -> None:
+    """Give the student's tokenizer the teacher's chat template if `student.chat_template` says so.
+
+    Otherwise warn of the first difference from the template of each teacher with the student's
+    tokenizer. Raises InvalidInput (`student.chat_template`) if there is no such template, or if the
+    teachers have several.
+    """
+    if config.student.chat_template == "teacher":
+        tokenizer.chat_template = _template_of_teachers(teachers)
+        return
+    if not isinstance(config, OnPolicyJob | RLJob) or reads_another_prompt(config):
+        return
+    is_one_tokenizer = config.teacher is None or config.teacher.tokenizer == "same"
+    if not is_one_tokenizer or not config.prompt_format.chat_template:
+        return
+    for teacher in teachers.values():
+        template = teacher.info.chat_template
+        difference = (
+            None
+            if template is None
+            else find_difference(tokenizer, template, config.prompt_format, teacher.label)
+        )
+        if difference is not None:
+            log.warning(
+                "%s; set student.chat_template = 'teacher' to write prompts as the %s reads them",
+                *(difference, teacher.label),
+            )
+
+
+def find_difference(
+    tokenizer: Any, template: str, prompt_format: PromptFormat, label: str
+) -> str | None:
+    """Return the first difference between the prompts of two chat templates; None if there is none.
+
+    `template`: the teacher's; "" if it has none. Both render the same probes, with messages of the
+    system and tools only where the job has them.
+    """
+    own_template = default_template(tokenizer.chat_template) or ""
+    if own_template == template:
+        return None
+    if not own_template or not template:
+        owner, other = ("student", label) if not own_template else (label, "student")
+        return f"the {owner} has no chat template, but the {other} has one"
+    for probe in _probes(prompt_format):
+        own_text, text = (
+            _render(tokenizer, probe, prompt_format, chat_template)
+            for chat_template in (own_template, template)
+        )
+        if own_text != text:
+            start = next(
+                (i for i, pair in enumerate(zip(own_text, text, strict=False)) if len({*pair}) > 1),
+                min(len(own_text), len(text)),
+            )
+            return (
+                f"the chat templates of student and {label} differ: after"
+                f" {own_text[max(0, start - 20) : start]!r} the student's writes"
+                f" {own_text[start : start + 40]!r}, the {label}'s {text[start : start + 40]!r}"
+            )
+    return None
+
+
+def _template_of_teachers(teachers: Mapping[str, Connection]) -> str:
+    templates = {teacher.info.chat_template for teacher in teachers.values()}
+    if len(templates) > 1:
+        problem, remedy = "the teachers have different chat templates", "name a .jinja file"
+    elif not any(templates):
+        problem = "the teacher has no chat template, or does not say it"
+        remedy = "name a .jinja file, or leave it out"
+    else:
+        return str(templates.pop())
+    raise InvalidInput(problem, field=_FIELD, hint=remedy)
+
+
+def _probes(prompt_format: PromptFormat) -> Sequence[Sequence[Mapping[str, str]]]:
+    probes = [[_QUESTION], [_QUESTION, _ANSWER, _QUESTION]]
+    if prompt_format.messages_column is not None or prompt_format.system is not None:
+        probes += [[_SYSTEM, *probe] for probe in probes]
+    return probes
+
+
+def _render(
+    tokenizer: Any,
+    probe: Sequence[Mapping[str, str]],
+    prompt_format: PromptFormat,
+    chat_template: str,
+) -> str:
+    """Return a probe up to the start of the next answer; the error if the template raises one."""
+    from jinja2 import TemplateError
+
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                probe,
+                chat_template=chat_template,
+                tokenize=False,
+                add_generation_prompt=True,
+                **prompt_format.template_arguments,
+            )
+        )
+    except (TemplateError, ValueError, TypeError) as error:
+        return f"an error: {error}"
