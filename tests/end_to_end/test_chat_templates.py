@@ -56,7 +56,7 @@ def test_the_teachers_template_is_used_and_exported(
         for template in (None, "teacher"):
             changes = {} if template is None else {"student__chat_template": template}
             config = job(base_and_instruct, teacher.address, max_steps=1, **changes)
-            runs[template] = finish(new_run(tmp_path / f"{template}", config))
+            runs[template] = finish(new_run(tmp_path / f"run-{template}", config))
     finally:
         teacher.close()
     warning = "the student has no chat template, but the teacher has one; set student.chat_template"
