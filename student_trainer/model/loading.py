@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from clients.data.models.files import (
     refuse_code,
     refuse_missing_files,
     refuse_quantisation,
+    refuse_unscaled,
 )
 from clients.data.tokens import loading as tokens
 from clients.data.tokens.tokenizer import read_template
@@ -117,7 +119,7 @@ def load_tokenizer(student: StudentConfig) -> Any:
     """
 
     def load(model: str, *, revision: str | None, **_: Any) -> Any:
-        return tokens.load_tokenizer(model, revision)
+        return tokens.load_tokenizer(transformers, model, revision)
 
     tokenizer = _load_pretrained(student, load, checks=(refuse_code,))
     if student.chat_template not in (None, "teacher"):
@@ -222,7 +224,7 @@ def load_model(
         use_safetensors=True,
         output_loading_info=True,
     )
-    _check_loaded(weights_source.model, model, loading)
+    _check_loaded(weights_source, model, loading)
     _warn_of_auxiliary_loss(config)
     if mapped and not in_bf16:
         _restore_buffers(model, config)
@@ -242,12 +244,16 @@ def load_model(
     return model
 
 
-def _check_loaded(name: str, model: Any, loading: Mapping[str, Collection[str]]) -> None:
+def _check_loaded(
+    student: StudentConfig, model: Any, loading: Mapping[str, Collection[str]]
+) -> None:
     """Raise InvalidInput unless every weight of the model came from its own files.
 
     `loading`: as `from_pretrained` returns it with `output_loading_info`.
     """
-    unused = loading["unexpected_keys"]
+    name, unused = student.model, loading["unexpected_keys"]
+    files = [Path(file) for file in _load_pretrained(student, _weight_files)]
+    refuse_unscaled(name, files, unused, "student.model", is_quantised=False)
     check_loaded_weights(name, loading["missing_keys"], unused, "student.model")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise InvalidInput(

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
 
 from clients.data.images import ImageReader, makes_grids
-from clients.data.models.files import check_loaded_weights, quantisation_of
+from clients.data.models.files import check_loaded_weights, quantisation_of, refuse_unscaled
 from clients.data.tokens.loading import load_tokenizer
 from clients.data.tokens.tokenizer import tokens_of
 from protos.errors import InvalidInput
@@ -59,7 +58,13 @@ def load_model(
     except Exception as error:  # the library raises any exception for a wrong config
         raise build_load_error(path, str(error)) from error
     check_loaded_weights(str(path), loading["missing_keys"], loading["unexpected_keys"], "--model")
-    _require_all_used(path, model, loading["unexpected_keys"])
+    refuse_unscaled(
+        str(path),
+        weight_files(path),
+        loading["unexpected_keys"],
+        "--model",
+        is_quantised=quantisation_of(path) is not None,
+    )
     return model
 
 
@@ -133,28 +138,6 @@ def _check_dtype(dtype: str) -> None:
         )
 
 
-def _require_all_used(path: Path, model: Any, unused: set[str]) -> None:
-    """Raise InvalidInput if the files have more for a layer than its weight and bias.
-
-    transformers takes the weights without their scales if it does not know the method of
-    quantisation. `unused`: tensors that it has left out.
-    """
-    used = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    for file in weight_files(path) if unused else ():
-        with safe_open(file, framework="pt") as tensors:
-            used |= set(tensors.keys()) - unused
-    for name in sorted(unused):
-        layer, _, last = name.rpartition(".")
-        if last != "bias" and f"{layer}.weight" in used:
-            raise InvalidInput(
-                f"transformers does not use {name} of {path}: its weights are quantised in a way"
-                " that transformers does not know",
-                field="--model",
-                hint="give an unquantised checkpoint, or one that transformers supports; or try"
-                " --engine vllm",
-            )
-
-
 def find_body(model: Any) -> Any:
     """Return the module of a causal language model that gives its last hidden states."""
     body = model.base_model
@@ -179,7 +162,7 @@ def load_vocabulary(path: Path) -> tuple[str, ...]:
     Raises InvalidInput if the tokenizer cannot be loaded.
     """
     try:
-        tokenizer = load_tokenizer(str(path))
+        tokenizer = load_tokenizer(transformers, str(path))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise build_load_error(path, f"its tokenizer: {error}") from error
     return tuple(tokens_of(tokenizer))

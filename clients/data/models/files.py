@@ -5,11 +5,12 @@ Teacher, student, engines and evaluations share these checks; `field` is the key
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,45 @@ def check_loaded_weights(
             break
     others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
     raise InvalidInput(f"{model} has no weights for {name}{others}", field=field, hint=hint)
+
+
+def refuse_unscaled(
+    model: str, files: Sequence[Path], unused: Collection[str], field: str, *, is_quantised: bool
+) -> None:
+    """Raise InvalidInput if weights of a model are scaled numbers that would be taken unscaled.
+
+    transformers takes weights without their scales if config.json does not declare the method of
+    quantisation, or one that it does not know. `files`: its .safetensors files. `unused`: tensors
+    in them that the loaded model does not have. `is_quantised`: config.json declares a method.
+    """
+    dtypes: dict[str, str] = {}
+    for file in files:
+        dtypes |= _read_dtypes(file)
+    for name in sorted(unused):
+        layer, _, last = name.rpartition(".")
+        weight = f"{layer}.weight"
+        if last != "bias" and weight in dtypes and weight not in unused:
+            raise InvalidInput(
+                f"transformers does not use {name} of {model}: its weights are quantised in a way"
+                " that transformers does not know, or that config.json does not declare",
+                field=field,
+                hint="give an unquantised checkpoint, or one that transformers supports",
+            )
+    for name, dtype in dtypes.items():
+        if dtype.startswith("F8") and not is_quantised:
+            raise InvalidInput(
+                f"{name} of {model} is {dtype}, and config.json declares no quantisation, so its"
+                " scale is unknown",
+                field=field,
+                hint="give an unquantised checkpoint",
+            )
+
+
+def _read_dtypes(file: Path) -> dict[str, str]:
+    """Return the dtype of each tensor in a .safetensors file, such as BF16, by its name."""
+    with file.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    return {name: entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
 
 
 def _unwrapped_name(wrapped: str, names: Collection[str]) -> str | None:

@@ -21,21 +21,19 @@ PROBE = (
 )
 
 
-def load_tokenizer(model: str, revision: str | None = None) -> Any:
+def load_tokenizer(transformers: Any, model: str, revision: str | None = None) -> Any:
     """Return the tokenizer of a directory or hub id, as transformers loads it.
 
     Some classes of transformers replace the pre-tokenizer of tokenizer.json by their own; then the
     file is used. A chat template may be in chat_template.json, which transformers reads for
-    processors only.
+    processors only. `transformers`: the library, which clients do not import.
 
     Raises ValueError if the directory has a SentencePiece file alone and nothing that converts it,
     and what `from_pretrained` raises.
     """
-    from transformers import AutoTokenizer
-    from transformers.utils.hub import cached_file
 
     def find_file(name: str) -> Path | None:
-        path = cached_file(
+        path = transformers.utils.hub.cached_file(
             model,
             name,
             revision=revision,
@@ -50,33 +48,35 @@ def load_tokenizer(model: str, revision: str | None = None) -> Any:
             f"{model} has {_SENTENCEPIECE_FILE} without {_TOKENIZER_FILE}, and the package"
             " sentencepiece, which converts it, is not installed"
         )
-    tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
+    options = {"revision": revision, "trust_remote_code": False}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model, **options)
     if file is not None:
-        tokenizer = _as_in_file(tokenizer, file, model, revision)
+        base_class = transformers.PreTrainedTokenizerFast
+        if not _encodes_as_file(tokenizer, file, base_class, model):
+            tokenizer = base_class.from_pretrained(model, **options)
     if not tokenizer.chat_template and (template_file := find_file(LEGACY_TEMPLATE)):
         tokenizer.chat_template = chat_templates_in(template_file.parent).get("default")
     tokenizer("a character that no vocabulary has: \U0010fffd")  # some raise for it
     return tokenizer
 
 
-def _as_in_file(tokenizer: Any, file: Path, model: str, revision: str | None) -> Any:
-    """Return the tokenizer, or one that encodes as tokenizer.json says if it does not."""
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
+def _encodes_as_file(tokenizer: Any, file: Path, base_class: type, model: str) -> bool:
+    """Return whether the tokenizer encodes PROBE as tokenizer.json does; warn if it does not.
 
-    # The base class reads the file and changes nothing.
-    if type(tokenizer) is PreTrainedTokenizerFast or not hasattr(tokenizer, "backend_tokenizer"):
-        return tokenizer
+    `base_class`: of transformers; it reads the file and changes nothing.
+    """
+    from tokenizers import Tokenizer
+
+    if type(tokenizer) is base_class or not hasattr(tokenizer, "backend_tokenizer"):
+        return True
     in_file = Tokenizer.from_file(str(file))
     in_file.no_truncation()
     in_file.no_padding()
     expected_ids = in_file.encode(PROBE, add_special_tokens=False).ids
     if tokenizer(PROBE, add_special_tokens=False)["input_ids"] == expected_ids:
-        return tokenizer
+        return True
     log.warning(
         "%s of transformers splits texts otherwise than %s of %s; the file is used",
         *(type(tokenizer).__name__, _TOKENIZER_FILE, model),
     )
-    return PreTrainedTokenizerFast.from_pretrained(
-        model, revision=revision, trust_remote_code=False
-    )
+    return False

@@ -186,3 +186,38 @@ def test_a_tokenizer_that_raises_for_a_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="unknown token") as caught:
         load_tokenizer(StudentConfig(model=str(tmp_path)))
     assert (caught.value.field, bool(caught.value.hint)) == ("student.model", True)
+
+
+def add_scales(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Store a weight as FP8 with scales by blocks, as DeepSeek does."""
+    scale = tensors[DOWN].abs().max() / 448
+    stored = {
+        DOWN: (tensors[DOWN] / scale).to(torch.float8_e4m3fn),
+        f"{DOWN}_scale_inv": scale[None],
+    }
+    return tensors | stored
+
+
+def drop_scales(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t for name, t in add_scales(tensors).items() if not name.endswith("_scale_inv")}
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (add_scales, f"transformers does not use {DOWN}_scale_inv of "),
+        (drop_scales, f"{DOWN} of .* is F8_E4M3, and config.json declares no quantisation"),
+    ],
+)
+def test_scaled_numbers_are_not_taken_unscaled(
+    directory: Path, change: Change, problem: str
+) -> None:
+    """Student and teacher refuse FP8 values whose scales config.json does not declare."""
+    file = directory / "model.safetensors"
+    save_file(change(load_file(file)), file, {"format": "pt"})
+    with pytest.raises(InvalidInput, match=problem) as caught:
+        load_model(StudentConfig(model=str(directory)))
+    assert caught.value.field == "student.model"
+    with pytest.raises(InvalidInput, match=problem) as caught:
+        load_teacher(directory, dtype="float32")
+    assert caught.value.field == "--model"

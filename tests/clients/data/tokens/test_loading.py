@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -45,7 +46,7 @@ def test_the_file_decides_how_texts_are_split(
     tmp_path: Path, tokenizer_class: str, model_type: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = save_bpe(tmp_path, tokenizer_class, model_type)
-    tokenizer = load_tokenizer(str(tmp_path))
+    tokenizer = load_tokenizer(transformers, str(tmp_path))
     for text in (PROBE, "1234567 they'll"):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert ids == expected.encode(text, add_special_tokens=False).ids

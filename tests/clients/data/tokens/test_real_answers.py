@@ -11,6 +11,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import transformers
 
 from clients.data.prompt_format import PromptFormat, default_template
 from clients.data.tokens.answers import answer_end, answered_ids, completion_ids
@@ -51,7 +52,10 @@ FORMS = {
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("tokenizers")
-    return {name: load_tokenizer(str(fetch_tokenizer(name, root / name))) for name in NAMES}
+    return {
+        name: load_tokenizer(transformers, str(fetch_tokenizer(name, root / name)))
+        for name in NAMES
+    }
 
 
 def check(tokenizer: Any, prompt_format: PromptFormat, answer: str) -> str:
