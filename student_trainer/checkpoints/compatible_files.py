@@ -21,13 +21,14 @@ _ROPE_NAMES = {"gpt_neox": _NEOX_NAMES, "gpt_neox_japanese": _NEOX_NAMES}
 
 
 def make_configuration_compatible(
-    file: Path, original: Path | None, dtype: str, *, is_tied: bool
+    file: Path, original: Path | None, dtype: str, aliases: Mapping[str, str], *, is_tied: bool
 ) -> None:
     """Rewrite a config.json of transformers 5 so that transformers 4 reads the same model.
 
     `original`: config.json of the model that was trained. Its entries are kept if it is of the same
     type, so that a program that reads that model reads this one. `dtype`: of the stored weights.
-    `is_tied`: whether the head is the input embeddings.
+    `aliases`: other names of keys, which version 4 may read, such as num_experts for
+    num_local_experts. `is_tied`: whether the head is the input embeddings.
     """
     saved = json.loads(file.read_text("utf-8"))
     config = saved
@@ -39,11 +40,14 @@ def make_configuration_compatible(
     for part in (config, text):
         part["tie_word_embeddings"] = is_tied
     _set_dtype(config, dtype)
+    for alias, name in aliases.items():
+        if name in text:
+            text.setdefault(alias, text[name])
     rope_parameters = saved_text.get("rope_parameters")
     if rope_parameters:
         text.setdefault("rope_parameters", rope_parameters)
         names = _ROPE_NAMES.get(text.get("model_type", ""), {})
-        for key, value in _old_rope_keys(rope_parameters).items():
+        for key, value in _old_rope_keys(rope_parameters, text.get("model_type", "")).items():
             name = names.get(key, key)
             if text.get(name) is None:
                 text[name] = value
@@ -74,7 +78,7 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
     config["dtype"] = config["torch_dtype"] = dtype
 
 
-def _old_rope_keys(rope_parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _old_rope_keys(rope_parameters: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     """Return the entries of transformers 4 for `rope_parameters`, which may be by layer type."""
     by_layer_type = {key: part for key, part in rope_parameters.items() if isinstance(part, dict)}
     if not by_layer_type:
@@ -83,9 +87,12 @@ def _old_rope_keys(rope_parameters: Mapping[str, Any]) -> dict[str, Any]:
             key: value for key, value in rope_parameters.items() if key not in _TOP_LEVEL_ROPE_KEYS
         }
         if scaling.keys() - {"rope_type", "type"} or scaling.get("rope_type") != "default":
+            if model_type == "phi3":  # it takes these three entries only
+                factors = {key: scaling[key] for key in ("short_factor", "long_factor")}
+                scaling = {"type": scaling["rope_type"], **factors}
             keys["rope_scaling"] = scaling
         return keys
-    keys = _old_rope_keys(by_layer_type.get("full_attention", {}))
+    keys = _old_rope_keys(by_layer_type.get("full_attention", {}), model_type)
     if "sliding_attention" in by_layer_type:
         keys["rope_local_base_freq"] = by_layer_type["sliding_attention"]["rope_theta"]
     return keys

@@ -143,6 +143,7 @@ def _save_configuration(
         path / "config.json",
         source / "config.json" if source is not None else None,
         str(dtype).removeprefix("torch."),
+        config.get_text_config().attribute_map,
         is_tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
     )
     if model.can_generate():

@@ -123,7 +123,7 @@ def use(template: str, messages: list[dict[str, Any]], *, tools: bool) -> None:
     answered_ids(FORM, words, conversation, "row 7")
 
 
-@pytest.mark.parametrize(("name", "part"), product(FORMATS, DROPPED))
+@pytest.mark.parametrize(("name", "part"), list(product(FORMATS, DROPPED)))
 def test_a_dropped_part_is_refused_by_name(name: str, part: str) -> None:
     """The same template with the part is accepted."""
     rest, messages, error_name = DROPPED[part]

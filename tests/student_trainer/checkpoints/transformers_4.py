@@ -66,7 +66,9 @@ def read_directory(directory: Path) -> dict[str, torch.Tensor]:
     """Return the logits [16, V] float32 of the ids 1 to 16, and the tokens of TEXT."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, torch_dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        directory, torch_dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         results = {"logits": model(torch.arange(1, 17)[None]).logits[0].clone()}
     if (directory / "tokenizer.json").is_file():
