@@ -23,7 +23,8 @@ def completion_ids(prompt_format: PromptFormat, tokenizer: Any, answer: str) -> 
     """Return the token ids of an answer and its end token; [] for an empty answer.
 
     The end is that of the chat template, if prompts go through it. Names of control tokens in the
-    answer are then plain text, except one at its end.
+    answer are then plain text, except one at its end. Without a template they are tokens, and what
+    follows the first end token is left out: it was never said.
     """
     if not answer:
         return []

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from clients.config.tables.common import LoraConfig, StudentConfig
 from student_trainer.checkpoints import checkpoint
+from student_trainer.checkpoints.model_directory import collect_small_files
 from student_trainer.model.loading import load_model
 from student_trainer.parallel.shards import local, own_slices
 from student_trainer.teachers.anchor import Anchor
@@ -124,7 +125,8 @@ def _write_checkpoint(
         save_file(_adapter_weights(model), path / "model" / "adapter_model.safetensors")
     else:
         model.save_pretrained(path / "model")
-    tiny.tokenizer().save_pretrained(path / "model")
+    for name, data in collect_small_files(model, tiny.tokenizer(), None).items():
+        (path / "model" / name).write_bytes(data)
     moments = {
         f"{name}/{kind}": value
         for name, parameter in model.named_parameters()
