@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from clients.data.conversation import TOOLS, Conversation, conversation_in
 from clients.data.records import images_of, text_of
 from clients.data.tokens.control_tokens import (
@@ -154,11 +152,12 @@ class PromptFormat:
         if not is_marked(text):
             return {"input_ids": ids, "assistant_masks": is_answer}
         # By characters, because the ids of placeholders are others than those of the names.
-        answer_characters = np.zeros(len(text), bool)
+        answer_characters = bytearray(len(text))
         for (start, end), mark in zip(encoding.encodings[0].offsets, is_answer, strict=True):
-            answer_characters[start:end] |= bool(mark)
+            if mark:
+                answer_characters[start:end] = b"\1" * (end - start)
         marked_encoding = encode_marked(tokenizer, text)
-        masks = [int(answer_characters[s:e].any()) for s, e in marked_encoding.offsets]
+        masks = [int(any(answer_characters[s:e])) for s, e in marked_encoding.offsets]
         return {"input_ids": list(marked_encoding.ids), "assistant_masks": masks}
 
     def _apply_template(

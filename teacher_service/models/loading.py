@@ -63,7 +63,7 @@ def load_model(
         weight_files(path),
         loading["unexpected_keys"],
         "--model",
-        is_quantised=quantisation_of(path) is not None,
+        is_quantised=quantisation_of(path, "--model") is not None,
     )
     return model
 
