@@ -23,6 +23,7 @@ from clients.data.conversation import with_context
 from clients.data.images import digest_of, read_image, stored_images
 from clients.data.records import images_of, text_of
 from clients.data.template_parts import TemplateParts
+from clients.data.tokens import loading
 from clients.data.tokens.answers import answered_ids, completion_ids
 from protos.errors import InternalFault, InvalidInput
 
@@ -183,7 +184,7 @@ class RecordEncoder:
 
 def load_tokenizer(job: CaptureJob) -> Any:
     """Return the tokenizer of a capture. Raises InvalidInput if there is none to load."""
-    from transformers import AutoTokenizer
+    import transformers
 
     candidates = {
         "data.tokenizer": (job.data.tokenizer, None),
@@ -194,7 +195,7 @@ def load_tokenizer(job: CaptureJob) -> Any:
         if not name:
             continue
         try:
-            return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+            return loading.load_tokenizer(transformers, name, revision)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InvalidInput(
                 f"cannot load the tokenizer of {name}: {' '.join(str(error).split())[:300]}",
