@@ -81,5 +81,6 @@ def test_a_job_without_a_teacher_has_no_template_of_one(material: Material) -> N
     from tests.student_trainer.tiny import sft_job
 
     with pytest.raises(InvalidInput, match="the job has no teacher") as caught:
-        check_template(sft_job(material, student__chat_template="teacher"))
+        config = sft_job(material, student__chat_template="teacher")
+        check_template(config, config.student.model)
     assert caught.value.field == "student.chat_template"
