@@ -380,7 +380,7 @@ def test_a_float16_export_has_no_infinity(
         changes["student"] = config.student.model_copy(update={"lora": lora})
     with trainer_of(tmp_path / "run", config.model_copy(update=changes)) as trainer:
         if where == "adapters":
-            for name, weight in trainer._student.trained.model.named_parameters():
+            for name, weight in trainer.student.trained.model.named_parameters():
                 if "layers.0.mlp.up_proj.lora_" in name:
                     weight.data.fill_(1e3)
         trainer.train()
