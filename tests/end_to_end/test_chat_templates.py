@@ -80,7 +80,7 @@ def test_a_job_without_a_teacher_has_no_template_of_one(material: Material) -> N
     from clients.preflight.files import check_template
     from tests.student_trainer.tiny import sft_job
 
+    config = sft_job(material, student__chat_template="teacher")
     with pytest.raises(InvalidInput, match="the job has no teacher") as caught:
-        config = sft_job(material, student__chat_template="teacher")
         check_template(config, config.student.model)
     assert caught.value.field == "student.chat_template"
