@@ -156,9 +156,7 @@ class OnPolicy:
         """Return the mean over tokens of the loss of an on-policy job."""
         answers, alignments, tables = self.score_answers(written, numbers)
         scored = [
-            ScoredSequence(
-                answer, aligned_rows(answer, alignment, None, _teacher_rows(alignment, table))
-            )
+            ScoredSequence(answer, aligned_rows(answer, alignment, _teacher_rows(alignment, table)))
             for answer, alignment, table in zip(answers, alignments, tables, strict=True)
         ]
         batch = make_aligned_batch(scored, torch.device("cpu"), "padded")

@@ -50,7 +50,7 @@ class Attempt(ABC):
     def kill(self) -> None:
         """Kill every process of the attempt, as a machine that runs out of memory would."""
 
-    def wait_for_step(self, step: int, seconds: float = 60) -> None:
+    def wait_for_step(self, step: int, seconds: float = 240) -> None:
         """Wait until this attempt has written a metrics line of `step` or a later one."""
         deadline = time.monotonic() + seconds
         while not any(

@@ -56,8 +56,19 @@ def load_tokenizer(transformers: Any, model: str, revision: str | None = None) -
             tokenizer = base_class.from_pretrained(model, **options)
     if not tokenizer.chat_template and (template_file := find_file(LEGACY_TEMPLATE)):
         tokenizer.chat_template = chat_templates_in(template_file.parent).get("default")
-    tokenizer("a character that no vocabulary has: \U0010fffd")  # some raise for it
+    _encode_probe(tokenizer)
     return tokenizer
+
+
+def _encode_probe(tokenizer: Any) -> None:
+    """Encode a character that no vocabulary has. Raises what a damaged tokenizer raises for it."""
+    try:
+        tokenizer("a character that no vocabulary has: \U0010fffd")
+    except BaseException as error:
+        # Of the package's Rust code: no Exception, and so passed on by every handler.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the tokenizer cannot encode a text: {error}") from error
 
 
 def _encodes_as_file(tokenizer: Any, file: Path, base_class: type, model: str) -> bool:

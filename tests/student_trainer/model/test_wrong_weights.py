@@ -221,3 +221,22 @@ def test_scaled_numbers_are_not_taken_unscaled(
     with pytest.raises(InvalidInput, match=problem) as caught:
         load_teacher(directory, dtype="float32")
     assert caught.value.field == "--model"
+
+
+def test_a_tokenizer_that_panics_for_a_text_is_refused(tmp_path: Path) -> None:
+    """A post-processor with an unknown token: the package raises what is no Exception."""
+    file = write_tokenizer(tmp_path, "unigram") / "tokenizer.json"
+    document = json.loads(file.read_text())
+    document["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "<absent>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {},
+    }
+    file.write_text(json.dumps(document))
+    with pytest.raises(InvalidInput, match="cannot encode a text") as caught:
+        load_tokenizer(StudentConfig(model=str(tmp_path)))
+    assert (caught.value.field, bool(caught.value.hint)) == ("student.model", True)
