@@ -9,7 +9,7 @@ MINUTES ?= 30
 CHAOS ?=
 # Other options of pytest; its processes, which wait a good part of their time: about 2 GB each.
 PYTEST ?=
-WORKERS ?= $(shell n=$$(nproc); test $$n -lt 4 && expr 2 '*' $$n + 1 || expr $$n + 1)
+WORKERS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc); test $$n -lt 4 && expr 2 '*' $$n + 1 || expr $$n + 1)
 BASE ?= origin/main
 BIN := .venv/bin
 # The tests start hundreds of Python processes, which need the bytecode cache to start fast.
