@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from clients.data.conversation import TOOLS, Conversation, conversation_in
-from clients.data.records import images_of, text_of
-from clients.data.tokens.control_tokens import (
+from clients.data.control_tokens import (
     encode_marked,
     is_marked,
     mark_names_in,
     marked_ids,
 )
+from clients.data.conversation import TOOLS, Conversation, conversation_in
+from clients.data.records import images_of, text_of
 from protos.errors import InvalidInput
 
 log = logging.getLogger(__name__)

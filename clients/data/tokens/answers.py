@@ -11,11 +11,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from clients.data.control_tokens import mark_names, mark_names_in
 from clients.data.conversation import Conversation, has_content, is_learned, require_question
 from clients.data.prompt_format import PromptFormat, plain_ids
 from clients.data.template_parts import has_text, require_answer_text
 from clients.data.tokens.continuation import continuation_ids
-from clients.data.tokens.control_tokens import mark_names, mark_names_in
 from protos.errors import InvalidInput
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from clients.data.tokens.control_tokens import is_marked, marked_ids
+from clients.data.control_tokens import is_marked, marked_ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -95,7 +95,7 @@ def test_a_report_has_the_preview(job_file: Path, tmp_path: Path) -> None:
     ("changes", "message"),
     [
         (["--set", "data.path=missing.jsonl"], "missing.jsonl"),
-        (["--set", "student.model=missing"], "missing"),
+        (["--set", "student.model=./missing"], "missing"),
         (["-o", "page.pdf"], "page.pdf is not an HTML file"),
     ],
 )

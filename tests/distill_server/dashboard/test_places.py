@@ -75,7 +75,7 @@ def test_jobs_that_are_passed_over_hold_up_nobody(tmp_path: Path) -> None:
     ) as server:
         waiting_id, resting_id = submit(server), submit(server)
         server.look()
-        server.runner.say(tmp_path, waiting_id, "failed", error="Unavailable")
+        server.runner.say(tmp_path, waiting_id, "failed", code="UNAVAILABLE")
         for job in (waiting_id, resting_id):
             server.runner.end(job, Exited(1))
         server.look()

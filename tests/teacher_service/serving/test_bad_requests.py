@@ -179,7 +179,7 @@ def test_bad_requests_among_good_ones(
         query = parse_request(good[int(chunk.request_id.split()[1])], LIMITS)
         [expected] = exact.score([query])
         assert isinstance(expected, RowBlock)
-        block = RowAssembly(query).add(chunk)
+        block = RowAssembly(query).add(chunk, VOCAB)
         assert block is not None
         half = expected.head_logprobs.astype(np.float16)
         np.testing.assert_array_equal(block.head_logprobs.astype(np.float16), half)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import transformers
 
+from clients.data.control_tokens import marked_ids
 from clients.data.prompt_format import PromptFormat, default_template
 from clients.data.tokens.answers import answer_end, answered_ids, completion_ids
-from clients.data.tokens.control_tokens import marked_ids
 from clients.data.tokens.loading import load_tokenizer
 from tests.real_tokenizers import fetch_tokenizer
 
