@@ -129,10 +129,10 @@ def _survey_data(
     data = reader.data
     sets = [(data.path, data.name, data.split)]
     sets += [(mixed.path, mixed.name, mixed.split) for mixed in data.mix]
-    count = (SURVEY_WITH_IMAGES if data.image_column else SURVEY) // len(sets)
+    set_size = (SURVEY_WITH_IMAGES if data.image_column else SURVEY) // len(sets)
     for path, name, split in sets:
         rows = reader.rows(DataSet(path, name, split))
-        for where, row in islice(rows, count):
+        for where, row in islice(rows, set_size):
             left_out, refused, inputs = "", "", tuple[ModelInput, ...]()
             counts = [omission.count for omission in encoder.omissions]
             try:

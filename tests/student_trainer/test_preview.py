@@ -192,3 +192,14 @@ def test_a_run_has_the_preview_also_if_its_data_is_refused(
     config = tiny.sft_job(material, data__path=path, eval__prompts=2, data__max_left_out=0.3)
     with trainer_of(tmp_path / "other", config):
         pass
+
+
+def test_every_data_set_of_a_mix_is_counted(material: tiny.Material, tmp_path: Path) -> None:
+    sums = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(6)]
+    unanswered = [{"prompt": "1+1=", "answer": ""}] * 4
+    path, mixed = write(tmp_path / "a.jsonl", sums), write(tmp_path / "b.jsonl", unanswered)
+    config = tiny.sft_job(material, data__path=path, data__mix=[{"path": mixed, "share": 0.5}])
+    preview = preview_of(config, shown=8)
+    assert ("records", "6 of the first 10 are used") in preview.facts
+    assert [bool(record.problem) for record in preview.records] == [False] * 6 + [True] * 2
+    assert "4 of 10 records (40%) are left out, so the job will fail" in preview.warnings[0]
