@@ -61,9 +61,17 @@ def export_model(
         models["anchor"] = anchor.with_anchor_weights(weights)
 
     def write(partial: Path | None) -> None:
+        overflows: list[str] = []
         for name, model_weights in models.items():
-            _write_model(
+            overflows += _write_model(
                 partial / name if partial else None, model, model_weights, tokenizer, source, dtype
+            )
+        if overflows:  # after all collectives
+            raise InvalidInput(
+                f"{overflows[0]} has a number beyond {torch.finfo(dtype).max:g}, the largest of"
+                " float16",
+                field="export.dtype",
+                hint='set export.dtype = "bfloat16"',
             )
 
     if main:
@@ -79,18 +87,22 @@ def _write_model(
     tokenizer: Any,
     source: Path | None,
     dtype: torch.dtype,
-) -> None:
-    """Collective. Write a model directory; a process whose `path` is None writes nothing."""
+) -> Sequence[str]:
+    """Collective. Write a model directory; a process whose `path` is None writes nothing.
+
+    Returns the names of weights beyond the range of float16, as `write_weights` does.
+    """
     unread = None
     if path is not None:
         path.mkdir(exist_ok=True)
         write_small_files(path, model, dtype, tokenizer, source)
         unread = NextTokenLayers(source, model.config, published_shapes(model))
         unread.correct_count(path / "config.json")
-    write_weights(path, model, weights, dtype, unread)
+    overflows = write_weights(path, model, weights, dtype, unread)
     if has_adapters(model):
         adapters = {name: weights[name] for name in trainable_weights(model)}
         write_adapters(path / "adapter" if path is not None else None, model, adapters)
+    return overflows
 
 
 def write_weights(
@@ -99,12 +111,12 @@ def write_weights(
     weights: Mapping[str, Tensor],
     dtype: torch.dtype,
     unread: NextTokenLayers | None = None,
-) -> None:
+) -> Sequence[str]:
     """Collective. Write the weights of a model directory, with LoRA adapters merged into them.
 
     A process whose `path` is None writes nothing. `weights`: those of the model, or replacements
-    for them, by name. `unread`: tensors that are written too. After all collectives raises OSError,
-    or InvalidInput (`export.dtype`) if a weight is beyond the range of `dtype`, float16.
+    for them, by name. `unread`: tensors that are written too. Returns the names of weights with a
+    number beyond the range of `dtype`, float16. Raises OSError after all collectives.
     """
     published = PublishedWeights(model, weights, dtype)
     sizes = published.sizes | (unread.sizes() if unread is not None else {})
@@ -128,16 +140,10 @@ def write_weights(
                 writers[name].write(name, weight)
     if os_errors:
         raise os_errors[0]
-    if published.overflows:
-        raise InvalidInput(
-            f"{published.overflows[0]} has a number beyond {torch.finfo(dtype).max:g}, the largest"
-            " of float16",
-            field="export.dtype",
-            hint='set export.dtype = "bfloat16"',
-        )
     if path is not None:
         for name, text in index.items():
             (path / name).write_bytes(text)
+    return published.overflows
 
 
 class PublishedWeights:

@@ -15,15 +15,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
 from clients.config.tables.common import StudentConfig
+from protos.errors import InvalidInput
 from student_trainer.checkpoints import model_directory
 from student_trainer.checkpoints.export import export_model
 from student_trainer.model.loading import load_model
+from student_trainer.parallel.collectives import make_accelerator, raise_on_all_ranks
 from student_trainer.teachers.anchor import Anchor
 from tests.forks import Forks
 from tests.student_trainer import tiny
 from tests.student_trainer.model.test_student import untied
 from tests.student_trainer.saving import save_checkpoint
-from tests.student_trainer.teachers.anchors import spread_student
+from tests.student_trainer.teachers.anchors import LIMIT, spread_student
 
 
 def mixture() -> Any:
@@ -148,6 +150,37 @@ def test_processes_export_what_one_does(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "expected", state_dict=round_weights(model, torch.bfloat16))
     assert Forks(3, tmp_path / "group", export_sharded, tmp_path).wait() == [0] * 3
     assert weights_of(tmp_path / "export") == weights_of(tmp_path / "expected")
+
+
+def export_overflow(root: Path) -> None:
+    """Export a student and its anchor as the trainer does, with a weight beyond float16."""
+    accelerator = make_accelerator(LIMIT)
+    student = spread_student(tiny.model(seed=2, layers=2), "fsdp2")
+    anchor = Anchor(student, tau=0.5, update_period=1)
+    model, words = student.trained.model, tiny.tokenizer()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(1e5)
+
+    def export(dtype: torch.dtype) -> None:
+        export_model(
+            root / "export",
+            model=model,
+            tokenizer=words,
+            anchor=anchor,
+            dtype=dtype,
+            main=accelerator.is_main_process,
+        )
+
+    with pytest.raises(InvalidInput, match=r"norm\.weight has a number beyond 65504"):
+        raise_on_all_ranks(accelerator, lambda: export(torch.float16))
+    raise_on_all_ranks(accelerator, lambda: export(torch.bfloat16))
+
+
+def test_processes_agree_on_an_overflow(tmp_path: Path) -> None:
+    assert Forks(2, tmp_path / "group", export_overflow, tmp_path).wait() == [0] * 2
+    for path in (tmp_path / "export", tmp_path / "export" / "anchor"):
+        weights = load_file(path / "model.safetensors")
+        assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
 
 
 MEASURE = """
