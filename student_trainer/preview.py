@@ -140,8 +140,8 @@ def _survey_data(
                 inputs = () if item is None else read_inputs(item)
             except InvalidInput as error:
                 refused = str(error)
-            for omission, count in zip(encoder.omissions, counts, strict=True):
-                left_out = omission.description if omission.count > count else left_out
+            for omission, earlier in zip(encoder.omissions, counts, strict=True):
+                left_out = omission.description if omission.count > earlier else left_out
             is_answered = reader.needs_answers and data.messages_column is not None
             lost = lost_in_row(data.prompt_format, tokenizer, row, is_answered=is_answered)
             others = messages_of_others(data.prompt_format, row)

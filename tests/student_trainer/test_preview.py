@@ -84,6 +84,18 @@ def test_sft(material: tiny.Material, tmp_path: Path) -> None:
     assert ("end tokens", "<|end|> (id 0)") in preview.facts
 
 
+def test_records_of_each_data_set(material: tiny.Material, tmp_path: Path) -> None:
+    paths = [
+        write(tmp_path / f"{n}.jsonl", [{"prompt": f"{n}=", "answer": str(n)}] * 2)
+        for n in (1, 2, 3)
+    ]
+    mix = [{"path": path, "share": 0.25} for path in paths[1:]]
+    preview = preview_of(tiny.sft_job(material, data__path=paths[0], data__mix=mix), shown=9)
+    assert [record.where for record in preview.records] == [
+        f"row {row} of {path}" for path in paths for row in (1, 2)
+    ]
+
+
 def test_on_policy_and_what_the_teacher_reads(chat_job: MakeJob) -> None:
     config = chat_job(MARKED, talk("1+1=", "2"))
     values = config.model_dump(include={"student", "data", "eval"}, exclude_unset=True)
