@@ -59,7 +59,7 @@ from student_trainer.data.captured_stores import (
     remove_copies,
 )
 from student_trainer.data.order import permutation
-from student_trainer.data.prompts import Prompt, load_prompts
+from student_trainer.data.prompts import ALL_IDS, ModelIds, Prompt, load_prompts
 from student_trainer.loop.method import Method
 from student_trainer.losses import Tail
 from student_trainer.methods.offline_steps import (
@@ -115,7 +115,7 @@ def prepare(config: OfflineJob, inputs: Inputs) -> Preparation:
         vocab_size = min(inputs.width, reader.tokens)
     if config.teacher is not None or config.is_evaluated:
         check_length(longest, "student", max_length)
-    task_prompts = load_task_prompts(config, inputs.tokenizer, store.longest)
+    task_prompts = load_task_prompts(config, inputs.tokenizer, store.longest, inputs.model_ids)
     return Preparation(
         vocab_size,
         partial(build, config, inputs, stores, task_prompts, reader, images),
@@ -239,11 +239,14 @@ def _make_teacher(
     )
 
 
-def load_task_prompts(config: OfflineJob, tokenizer: Any, longest: int) -> list[Prompt]:
+def load_task_prompts(
+    config: OfflineJob, tokenizer: Any, longest: int, model_ids: ModelIds = ALL_IDS
+) -> list[Prompt]:
     """Return the prompts for `eval.metric`; an empty list if the metric is "none".
 
     `longest`: prompts with more tokens are left out. Raises InvalidInput if `data.eval_prompts`
-    cannot be read, lacks a column, or has no prompt that is short enough.
+    cannot be read, lacks a column, has no prompt that is short enough, or one that is not in
+    `model_ids`.
     """
     path = config.data.eval_prompts
     if not config.is_evaluated or path is None:
@@ -258,7 +261,12 @@ def load_task_prompts(config: OfflineJob, tokenizer: Any, longest: int) -> list[
         **{key: getattr(config.data, key) for key in PromptKeys.model_fields},
     )
     _, task_prompts = load_prompts(
-        data, tokenizer, held_out=config.eval.prompts, max_tokens=longest, seed=config.seed
+        data,
+        tokenizer,
+        held_out=config.eval.prompts,
+        max_tokens=longest,
+        seed=config.seed,
+        model_ids=model_ids,
     )
     return task_prompts
 

@@ -144,6 +144,7 @@ def prepare(config: OnPolicyJob, inputs: Inputs) -> Preparation:
         vision_teachers=[
             name for name, teacher in inputs.teachers.items() if teacher.info.takes_images
         ],
+        model_ids=inputs.model_ids,
     )
     check_shares(config.data, config.processes, len(prompts[1]))
     if isinstance(pair, TokenizerPair):

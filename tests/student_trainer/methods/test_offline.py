@@ -17,6 +17,7 @@ from clients.runs.directory import RunDirectory
 from clients.store.dataset import LogitDataset
 from protos.errors import Corrupt, InvalidInput
 from student_trainer.data.captured_stores import open_stores
+from student_trainer.data.prompts import ModelIds
 from student_trainer.loop.trainer import Trainer
 from student_trainer.methods.offline import _split, load_task_prompts
 from student_trainer.methods.offline_steps import StoredSteps, read
@@ -253,3 +254,6 @@ def test_conversations_for_exact_match(
     )
     (prompt,) = load_task_prompts(config, words, 32)
     assert (words.decode(prompt.ids), prompt.answer) == ("S9U1+1=A2<|end|>U2+2=A", "4")
+    ids = ModelIds.of_tokenizer(words, words.convert_tokens_to_ids("S"))
+    with pytest.raises(InvalidInput, match="has the token 'S'"):
+        load_task_prompts(config, words, 32, ids)

@@ -13,14 +13,15 @@ from torch import Tensor
 
 from clients.runs.directory import RunDirectory
 from clients.runs.progress import Progress
-from protos.errors import Corrupt
+from protos.errors import Corrupt, InvalidInput
 from student_trainer.checkpoints.copies import RunCopies
 from student_trainer.data.prompts import load_prompts
 from student_trainer.loop.evaluation import Evaluation, TaskEvaluation
 from student_trainer.loop.method import Method
 from student_trainer.loop.trainer import Trainer
 from student_trainer.losses import exact_kl
-from student_trainer.methods.on_policy import OnPolicySteps
+from student_trainer.methods.on_policy import OnPolicySteps, prepare
+from student_trainer.methods.preparation import Inputs
 from student_trainer.model.loading import load_model, load_tokenizer
 from student_trainer.model.student import Student
 from student_trainer.objectives.distillation import DistillationObjective
@@ -231,3 +232,10 @@ def test_weights_multiply_the_loss_of_their_sequences(
     assert float((gradient - expected).norm() / expected.norm()) < 1e-5
     assert means["kl/teacher"] == pytest.approx(plain_means["kl/teacher"], rel=1e-6)
     assert means["tokens"] == plain_means["tokens"]
+
+
+def test_a_prompt_with_a_token_that_the_student_lacks_is_refused(material: tiny.Material) -> None:
+    words = tiny.tokenizer()
+    inputs = Inputs(words, len(words) - 1, max_length=None, teachers={}, rewards=None)
+    with pytest.raises(InvalidInput, match="has the token '='"):
+        prepare(tiny.job(material), inputs)
