@@ -17,6 +17,7 @@ from torch import Tensor
 from clients.data.models.files import ADAPTER_CONFIG, TEMPLATES, list_model_files
 from clients.data.tokens.answers import end_ids
 from clients.data.tokens.tokenizer import LEGACY_TEMPLATE, chat_templates_in
+from student_trainer.checkpoints.atomic_directory import MANIFEST
 from student_trainer.checkpoints.compatible_files import (
     make_configuration_compatible,
     make_tokenizer_compatible,
@@ -123,7 +124,8 @@ def _write_chat_template(path: Path, template: Any) -> None:
 
 def _is_carried_over(name: str) -> bool:
     """Return whether a file of a model directory holds no weights and stays as it is."""
-    is_rewritten = name in ("config.json", "generation_config.json", ADAPTER_CONFIG)
+    # The manifest of an earlier export is about the files of that export.
+    is_rewritten = name in ("config.json", "generation_config.json", ADAPTER_CONFIG, MANIFEST)
     is_about_weights = name.endswith((".safetensors", ".index.json"))
     return not is_rewritten and not is_about_weights and not name.startswith("anchor/")
 

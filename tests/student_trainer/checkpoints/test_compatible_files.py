@@ -13,10 +13,16 @@ from tokenizers import AddedToken
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from clients.config.tables.common import StudentConfig
+from student_trainer.checkpoints.atomic_directory import is_intact
+from student_trainer.checkpoints.checkpoint import checkpoint_path, collect_contents
 from student_trainer.checkpoints.export import export_model
+from student_trainer.checkpoints.model_directory import collect_small_files
+from student_trainer.checkpoints.saver import Saver
 from student_trainer.model.loading import load_model, load_tokenizer, local_directory
+from student_trainer.parallel.collectives import make_accelerator
 from tests.student_trainer import tiny
 from tests.student_trainer.checkpoints import transformers_4
+from tests.student_trainer.saving import LIMIT
 
 SIZES = {
     "vocab_size": 32,
@@ -186,6 +192,19 @@ def test_a_head_of_its_own_is_not_tied(tmp_path: Path) -> None:
     path = export(student, tmp_path / "export")
     assert json.loads((path / "config.json").read_text())["tie_word_embeddings"] is False
     assert "lm_head.weight" in load_file(path / "model.safetensors")
+
+
+def test_a_student_that_is_an_export_has_intact_checkpoints_and_exports(tmp_path: Path) -> None:
+    """Its manifest.json lists the files of the earlier job, and is not carried over."""
+    student = export(save_student(tmp_path / "student", *TYPES["qwen3"]), tmp_path / "first")
+    config = StudentConfig(model=str(student))
+    model = load_model(config)
+    small_files = collect_small_files(model, load_tokenizer(config), student)
+    saver = Saver(make_accelerator(LIMIT), tmp_path, small_files=small_files)
+    saver.save(1, collect_contents(model, torch.optim.AdamW(model.parameters())), None)
+    saver.finish()
+    assert is_intact(checkpoint_path(tmp_path, 1))
+    assert is_intact(export(student, tmp_path / "second"))
 
 
 @pytest.mark.slow
