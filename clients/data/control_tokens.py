@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 # Private characters of Unicode, one for each control token: in its placeholder, and in the name
 # that a copy of the tokenizer has for it.
 _PLACEHOLDERS, _NAMES = 0xF0000, 0x100000
-_MARKED = re.compile("[\U000f0000-\U000ffffd]")
 _PRIVATE = re.compile("[\U000f0000-\U0010fffd]")
 
 Change = Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -74,11 +73,7 @@ def mark_names(tokenizer: Any, text: str, location: str, *, is_answer: bool = Fa
     if control.pattern is None or control.pattern.search(text) is None:
         return text
     if _PRIVATE.search(text):
-        raise InvalidInput(
-            f"{location} has private characters of Unicode beside the name of a control token",
-            field="data.path",
-            hint="remove them from the row",
-        )
+        raise _private_characters_error(location)
     matches = list(control.pattern.finditer(text))
     if is_answer and matches[-1].end() == len(text.rstrip()):
         matches.pop()
@@ -98,11 +93,20 @@ def mark_names(tokenizer: Any, text: str, location: str, *, is_answer: bool = Fa
 
 
 def mark_names_in(tokenizer: Any, conversation: Conversation, location: str) -> Conversation:
-    """Return a conversation with every text in it as `mark_names` returns it."""
+    """Return a conversation with every text in it as `mark_names` returns it.
+
+    It is `conversation` itself if no text has such a name: private characters in it are then no
+    placeholders. Raises InvalidInput if one text has a name, and any of them private characters.
+    """
+    has_placeholders = has_private_characters = False
 
     def mark(value: Any, *, is_answer: bool = False) -> Any:
+        nonlocal has_placeholders, has_private_characters
         if isinstance(value, str):
-            return mark_names(tokenizer, value, location, is_answer=is_answer)
+            marked = mark_names(tokenizer, value, location, is_answer=is_answer)
+            has_placeholders |= marked != value
+            has_private_characters |= _PRIVATE.search(value) is not None
+            return marked
         if isinstance(value, Mapping):
             return {key: mark(part) for key, part in value.items()}
         if isinstance(value, list | tuple):
@@ -116,12 +120,12 @@ def mark_names_in(tokenizer: Any, conversation: Conversation, location: str) -> 
         }
         for message in conversation.messages
     ]
-    return replace(conversation, messages=tuple(messages), tools=mark(conversation.tools))
-
-
-def is_marked(text: str) -> bool:
-    """Return whether a text has placeholders of `mark_names`."""
-    return _MARKED.search(text) is not None
+    tools = mark(conversation.tools)
+    if not has_placeholders:
+        return conversation
+    if has_private_characters:
+        raise _private_characters_error(location)
+    return replace(conversation, messages=tuple(messages), tools=tools)
 
 
 def marked_ids(tokenizer: Any, text: str, change: Change | None = None) -> list[int]:
@@ -155,6 +159,14 @@ def _control_tokens_of(tokenizer: Any) -> _ControlTokens:
     if tokenizer not in _CONTROL_TOKENS:
         _CONTROL_TOKENS[tokenizer] = _ControlTokens.of_tokenizer(tokenizer)
     return _CONTROL_TOKENS[tokenizer]
+
+
+def _private_characters_error(location: str) -> InvalidInput:
+    return InvalidInput(
+        f"{location} has private characters of Unicode beside the name of a control token",
+        field="data.path",
+        hint="remove them from the row",
+    )
 
 
 def _private_name(number: int, name: str) -> str:

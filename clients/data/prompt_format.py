@@ -14,7 +14,6 @@ from typing import Any
 
 from clients.data.control_tokens import (
     encode_marked,
-    is_marked,
     mark_names_in,
     marked_ids,
 )
@@ -103,10 +102,9 @@ class PromptFormat:
         template fails.
         """
         if self.renders(tokenizer):
-            conversation = mark_names_in(tokenizer, conversation, location)
-            return plain_ids(
-                tokenizer, self.rendered(tokenizer, conversation, location, add_answer_start=True)
-            )
+            marked = mark_names_in(tokenizer, conversation, location)
+            text = self.rendered(tokenizer, marked, location, add_answer_start=True)
+            return plain_ids(tokenizer, text, has_placeholders=marked is not conversation)
         ids: list[int] = tokenizer(conversation.messages[-1]["content"])["input_ids"]
         ids = ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
         # A text may begin with the start token that the tokenizer adds.
@@ -148,9 +146,9 @@ class PromptFormat:
             return_assistant_tokens_mask=True,
         )
         ids, is_answer = encoding["input_ids"], encoding["assistant_masks"]
-        text = self.rendered(tokenizer, marked, location, add_answer_start=False)
-        if not is_marked(text):
+        if marked is conversation:
             return {"input_ids": ids, "assistant_masks": is_answer}
+        text = self.rendered(tokenizer, marked, location, add_answer_start=False)
         # By characters, because the ids of placeholders are others than those of the names.
         answer_characters = bytearray(len(text))
         for (start, end), mark in zip(encoding.encodings[0].offsets, is_answer, strict=True):
@@ -214,9 +212,9 @@ def check_generation(template: str | None) -> None:
         )
 
 
-def plain_ids(tokenizer: Any, text: str) -> list[int]:
+def plain_ids(tokenizer: Any, text: str, *, has_placeholders: bool = False) -> list[int]:
     """Return the token ids of a text, which may have placeholders, without adding tokens."""
-    if is_marked(text):
+    if has_placeholders:
         return marked_ids(tokenizer, text)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids

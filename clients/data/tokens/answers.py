@@ -29,10 +29,12 @@ def completion_ids(prompt_format: PromptFormat, tokenizer: Any, answer: str) -> 
     if not answer:
         return []
     end = eos = tokenizer.eos_token_id
+    marked = answer
     if prompt_format.renders(tokenizer):
         end = answer_end(tokenizer)
-        answer = mark_names(tokenizer, answer, "an answer", is_answer=True)
-    return _with_end(continuation_ids(tokenizer, answer), end, eos)
+        marked = mark_names(tokenizer, answer, "an answer", is_answer=True)
+    ids = continuation_ids(tokenizer, marked, has_placeholders=marked != answer)
+    return _with_end(ids, end, eos)
 
 
 def answered_ids(
@@ -50,11 +52,10 @@ def answered_ids(
     require_question(conversation, location)
     if not has_content(conversation.messages[-1]):
         return [], []
-    conversation = mark_names_in(tokenizer, conversation, location)
-    prompt = prompt_format.rendered(
-        tokenizer, conversation.unanswered(), location, add_answer_start=True
-    )
-    rendered = prompt_format.rendered(tokenizer, conversation, location, add_answer_start=False)
+    marked = mark_names_in(tokenizer, conversation, location)
+    has_placeholders = marked is not conversation
+    prompt = prompt_format.rendered(tokenizer, marked.unanswered(), location, add_answer_start=True)
+    rendered = prompt_format.rendered(tokenizer, marked, location, add_answer_start=False)
     if not rendered.startswith(prompt):
         raise InvalidInput(
             f"the chat template changes the prompt of {location} once its answer is added",
@@ -62,17 +63,17 @@ def answered_ids(
             hint="put prompt and answer into two columns",
         )
     answer_text = rendered.removeprefix(prompt)
-    if not has_text(answer_text, conversation.answer):
+    if not has_text(answer_text, marked.answer):
         # The prompt may already hold the beginning of the answer, such as <think>.
         question = prompt_format.rendered(
-            tokenizer, conversation.unanswered(), location, add_answer_start=False
+            tokenizer, marked.unanswered(), location, add_answer_start=False
         )
         # In a text that does not begin with it, other messages may have the text of the answer.
         answer_only = rendered.removeprefix(question) if rendered.startswith(question) else ""
-        require_answer_text(conversation.answer, answer_only, location)
-    answer = continuation_ids(tokenizer, answer_text)
+        require_answer_text(marked.answer, answer_only, location)
+    answer = continuation_ids(tokenizer, answer_text, has_placeholders=has_placeholders)
     with_end = _with_end(answer, answer_end(tokenizer), tokenizer.eos_token_id)
-    return plain_ids(tokenizer, prompt), with_end
+    return plain_ids(tokenizer, prompt, has_placeholders=has_placeholders), with_end
 
 
 def assistant_ids(

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from clients.data.control_tokens import is_marked, marked_ids
+from clients.data.control_tokens import marked_ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 _BACKENDS: WeakKeyDictionary[Any, Tokenizer | None] = WeakKeyDictionary()
 
 
-def continuation_ids(tokenizer: Any, text: str, *, split_special_tokens: bool = False) -> list[int]:
+def continuation_ids(
+    tokenizer: Any, text: str, *, has_placeholders: bool = False, split_special_tokens: bool = False
+) -> list[int]:
     """Return the token ids of `text`, with nothing before them.
 
-    The text of a prompt's ids and these is the prompt and `text`, which may have placeholders of
+    The text of a prompt's ids and these is the prompt and `text`. `has_placeholders`: of
     `mark_names`. `split_special_tokens`: read the names of special tokens as plain text.
     """
-    if is_marked(text):
+    if has_placeholders:
         return marked_ids(tokenizer, text, without_first_space)
     backend = _backend_without_space(tokenizer)
     if backend is None:

@@ -204,6 +204,35 @@ def test_private_characters_beside_a_name_are_refused(words: Any) -> None:
         MESSAGES.ids(words, conversation, "row 1")
 
 
+def test_private_characters_in_another_message_are_refused(words: Any) -> None:
+    """Placeholders would look the same."""
+    talk = [{"role": "user", "content": "\U000f0001"}, {"role": "assistant", "content": ANSWER}]
+    conversation = MESSAGES.conversation({"messages": talk}, "row 1")
+    with pytest.raises(InvalidInput, match="row 1 has private characters"):
+        answered_ids(MESSAGES, words, conversation, "row 1")
+    with pytest.raises(InvalidInput, match="row 1 has private characters"):
+        assistant_ids(MESSAGES, words, conversation, "row 1")
+
+
+@pytest.mark.parametrize("icon", ["\U000f0001", "\U000f0001" * 10, "\U000fa101"])
+def test_private_characters_without_names_are_text(icon: str) -> None:
+    """Icons of fonts for terminals; the ids are those of transformers."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=byte_level(), eos_token="</s>", extra_special_tokens=CONTROL
+    )
+    tokenizer.chat_template = CHATML
+    text = f"go {icon} on"
+    talk = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
+    conversation = MESSAGES.conversation({"messages": talk}, "row 1")
+    rendered = MESSAGES.rendered(tokenizer, conversation, "row 1", add_answer_start=False)
+    expected = tokenizer(rendered.removesuffix("\n"), add_special_tokens=False)["input_ids"]
+    prompt, answer = answered_ids(MESSAGES, tokenizer, conversation, "row 1")
+    assert prompt + answer == expected
+    assert prompt == MESSAGES.ids(tokenizer, conversation.unanswered(), "row 1")
+    assert assistant_ids(MESSAGES, tokenizer, conversation, "row 1")[0] == expected
+    assert completion_ids(PromptFormat(), tokenizer, text) == answer
+
+
 def test_texts_without_names_have_the_ids_of_before(words: Any) -> None:
     talk = [TALK[1] | {"content": "what?"}, {"role": "assistant", "content": "go on"}]
     conversation = MESSAGES.conversation({"messages": talk}, "row 1")

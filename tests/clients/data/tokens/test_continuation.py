@@ -90,3 +90,9 @@ def test_names_of_special_tokens_in_passages_are_text(words: Any) -> None:
 def test_a_tokenizer_that_adds_nothing_is_used_itself() -> None:
     words = PreTrainedTokenizerFast(tokenizer_object=byte_level(400), eos_token=END)
     assert continuation_ids(words, TEXT) == words(TEXT, add_special_tokens=False)["input_ids"]
+
+
+def test_private_characters_hide_no_control_token(words: Any) -> None:
+    """A passage with an icon of a font, which resembles a placeholder, stays plain text."""
+    ids = continuation_ids(words, f"a {END} \U000f0000", split_special_tokens=True)
+    assert words.eos_token_id not in ids
