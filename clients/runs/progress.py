@@ -169,7 +169,8 @@ def _end_as_failed(progress: Progress, error: DistillError) -> int:
     # Where the status cannot be written, the server decides by the exit code.
     with contextlib.suppress(OSError):
         progress.end("failed", error=error)
-    print(f"error: {error}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # the log may be on the same disk
+        print(f"error: {error}", file=sys.stderr)
     return error.exit_code
 
 

@@ -1,0 +1,27 @@
+"""The end of an attempt where its files cannot be written."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+
+from clients.runs.directory import RunDirectory
+from clients.runs.progress import Progress, Verdict, run_to_verdict
+from protos.errors import ExitCode, Unavailable
+
+
+def test_an_outage_has_its_exit_code_where_the_log_is_on_the_full_disk(tmp_path: Path) -> None:
+    """The server decides by the exit code: with 1 the job would lose a retry instead of waiting."""
+    run = RunDirectory(tmp_path)
+    progress = Progress(run, attempt=1, max_steps=1, main=True, terminated=lambda: False)
+
+    def attempt() -> Verdict:
+        raise Unavailable("no space left on device", field="disk", hint="-")
+
+    with (
+        open("/dev/full", "wb", buffering=0) as full_disk,
+        io.TextIOWrapper(full_disk, write_through=True) as log,
+        contextlib.redirect_stderr(log),
+    ):
+        assert run_to_verdict(progress, attempt) == ExitCode.UNREACHABLE
