@@ -114,6 +114,15 @@ def test_weights_that_are_not_finite_are_refused() -> None:
         run(model)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_gradient_that_is_not_finite_is_refused(value: float) -> None:
+    model = tiny.model()
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor(3), value))
+    with pytest.raises(InvalidInput, match="a gradient is not finite"):
+        run(model)
+
+
 def test_a_weight_without_a_gradient_is_told_and_an_adapter_is_refused() -> None:
     model = tiny.model()
     model.unused = nn.Linear(2, 2, bias=False)
