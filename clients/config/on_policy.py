@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -60,6 +60,14 @@ class OnPolicyConfig(Table):
     """Maximum number of tokens of an answer."""
     temperature: Annotated[float, Field(ge=1e-3)] = 1.0
     """Temperature of sampling, and of student and teacher in the loss."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed_keys(cls, values: Any) -> Any:
+        """Drop the key that jobs of an earlier version have at its default."""
+        if isinstance(values, dict) and values.get("control_variate") is False:
+            return {key: value for key, value in values.items() if key != "control_variate"}
+        return values
 
     @field_validator("tail")
     @classmethod

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from clients.config.kinds import KINDS, AnyJob, parse_job
 from clients.config.schema import schema_of
@@ -89,3 +90,18 @@ def test_stored_prompts_that_are_answered() -> None:
         job = job_of("offline", method=method, teacher={"address": "t:1"}, train=train)
         assert isinstance(job, TrainingJob)
         assert job.answers_per_step == math.ceil(0.3 * 14 / processes)
+
+
+def test_a_job_of_the_version_with_control_variates_is_read_unless_it_used_them() -> None:
+    """job.json has every key, also those at their defaults; a job that was running is resumed."""
+    job: dict[str, Any] = {
+        "student": {"model": "s"},
+        "teacher": {"address": "localhost:1"},
+        "data": {"path": "d"},
+        "max_steps": 1,
+        "method": {"type": "on_policy", "control_variate": False},
+    }
+    assert parse_job(json.dumps(job)).method.type == "on_policy"
+    job["method"]["control_variate"] = True
+    with pytest.raises(ValidationError, match="control_variate"):
+        parse_job(json.dumps(job))
