@@ -31,7 +31,6 @@ def probe_sampling(model: Any, tokenizer: Any, *, bf16: bool = False) -> Samplin
 
     `model`: a transformers causal LM, in evaluation mode. It runs ten times on at most 11 tokens.
     """
-    tolerance = rounding(model, bf16=bf16)
     sampler = Sampler(model, tokenizer, top_k=0, temperature=1.0, bf16=bf16)
     short, long = sampler.plain_ids(_SHORT + _STEPS), sampler.plain_ids(_LONG + _STEPS).flip(0)
     before = [short[:_SHORT], long[:_SHORT], long[:_LONG]]
@@ -42,9 +41,13 @@ def probe_sampling(model: Any, tokenizer: Any, *, bf16: bool = False) -> Samplin
         )
         with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
             ids = short[None, :-1].to(model.device)
-            plain = model(input_ids=ids, use_cache=False).logits[0, -_STEPS:].float()
+            plain = model(input_ids=ids, use_cache=False).logits[0, -_STEPS:]
     except Exception as error:  # noqa: BLE001 (a model without sampling raises anything)
         return SamplingProbe(f"sampling fails: {error}", equal_lengths=True)
+    # A logit of 64 or more has steps of 0.5 in bfloat16; two passes may round it differently.
+    largest = float(plain.topk(min(_TOP_K, plain.shape[-1])).values.abs().max())
+    tolerance = max(rounding(model, bf16=bf16), 2 * torch.finfo(plain.dtype).eps * largest)
+    plain = plain.float()
     differences = {
         "a sequence with a cache": _largest_difference(plain, alone),
         "two sequences of one length": _largest_difference(plain, paired),

@@ -150,6 +150,22 @@ def test_a_cache_that_changes_the_policy_is_refused_where_the_trainer_samples() 
         run(model)
 
 
+@pytest.mark.parametrize(("steps", "is_refused"), [(1, False), (8, True)])
+def test_large_logits_may_differ_by_a_step_of_bfloat16(steps: int, is_refused: bool) -> None:
+    model = tiny.model()
+    model.lm_head.weight.data *= 6
+    signs = torch.tensor([1.0, -1.0]).repeat(model.config.vocab_size)[: model.config.vocab_size]
+
+    def move_logits(module: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
+        assert 64 < float(logits.abs().amax(-1).min()) < 128, "steps of 0.5"
+        is_cached = logits.shape[1] == 1
+        return (logits + is_cached * steps * 0.5 * signs).to(logits.dtype)
+
+    model.lm_head.register_forward_hook(move_logits)
+    probe = probe_sampling(model, tiny.tokenizer(), bf16=True)
+    assert (probe.fault is not None) == is_refused
+
+
 @pytest.mark.filterwarnings("default")  # those of the model's own code
 @pytest.mark.parametrize(
     ("kind", "equal_lengths"),
