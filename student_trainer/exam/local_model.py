@@ -31,7 +31,7 @@ class LocalModel:
     def __init__(
         self, config: ExamConfig, model: str, is_stopped: Callable[[], bool] = lambda: False
     ) -> None:
-        """Load the model. Raises InvalidInput if the directory has no usable model.
+        """Load the model. Raises InvalidInput if the directory has no model that can sample.
 
         `is_stopped` is called for each token.
         """
@@ -49,13 +49,18 @@ class LocalModel:
         self._max_positions: int | None = getattr(shape, "max_position_embeddings", None)
         if torch.cuda.is_available():
             loaded = loaded.to("cuda", torch.bfloat16)
+        probe = probe_sampling(loaded, self._tokenizer)
+        if probe.fault is not None:
+            raise InvalidInput(
+                probe.fault, field="MODEL", hint="serve it with another program, and use --endpoint"
+            )
         self._sampler = Sampler(
             loaded,
             self._tokenizer,
             top_k=0,
             temperature=config.method.temperature or 1.0,
             top_p=config.method.top_p,
-            equal_lengths=probe_sampling(loaded, self._tokenizer).equal_lengths,
+            equal_lengths=probe.equal_lengths,
         )
 
     def answer(self, requests: Sequence[AnswerRequest], store: AnswerStore) -> None:
