@@ -144,7 +144,7 @@ def _survey_data(
                 left_out = omission.description if omission.count > earlier else left_out
             is_answered = reader.needs_answers and data.messages_column is not None
             lost = lost_in_row(data.prompt_format, tokenizer, row, is_answered=is_answered)
-            others = messages_of_others(data.prompt_format, row)
+            others = messages_of_others(data.prompt_format, row) if inputs else ()
             yield SurveyedRecord(where, inputs, left_out, refused, lost, others)
 
 

@@ -215,3 +215,18 @@ def test_every_data_set_of_a_mix_is_counted(material: tiny.Material, tmp_path: P
     assert ("records", "6 of the first 10 are used") in preview.facts
     assert [bool(record.problem) for record in preview.records] == [False] * 6 + [True] * 2
     assert "4 of 10 records (40%) are left out, so the job will fail" in preview.warnings[0]
+
+
+@pytest.mark.parametrize(
+    "message", [{"from": "human", "value": "1"}, {"role": "user", "content": ["1"]}]
+)
+def test_a_row_without_messages_is_shown_as_refused(
+    chat_job: MakeJob, tmp_path: Path, message: dict[str, Any]
+) -> None:
+    """It is behind the first records, which are checked before the program starts."""
+    config = chat_job(MARKED, talk("1+1=", "2"))
+    with (tmp_path / "talk.jsonl").open("a") as file:
+        file.write(json.dumps({"m": [message, {"role": "assistant", "content": "1"}]}) + "\n")
+    preview = preview_of(config, shown=10)
+    assert preview.records[9].problem.startswith("refused: ")
+    assert "1 of 10 records are refused, so the job will fail" in preview.warnings
