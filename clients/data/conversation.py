@@ -18,7 +18,7 @@ TOOLS = "tools"
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELD = "data.messages_column"
 # The keys of an answer's reasoning, as chat templates name it.
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = ("reasoning_content", "thinking", "reasoning")
 _COLUMN = re.compile(r"\{(\w+)\}")
 
 
@@ -85,7 +85,7 @@ def is_learned(message: Message) -> bool:
 
 def has_content(message: Message) -> bool:
     """Return whether an assistant's message has a text, reasoning or a tool call."""
-    parts = (message.get(key) for key in ("tool_calls", *_REASONING))
+    parts = (message.get(key) for key in ("tool_calls", *REASONING))
     return any(parts) or bool(text_of_content(message.get("content")).strip())
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
-from clients.data.conversation import Conversation, text_of_content
+from clients.data.conversation import REASONING, Conversation, text_of_content
 from clients.data.prompt_format import PromptFormat
 from clients.data.records import describe_counts
 from protos.errors import InvalidInput
@@ -320,7 +320,7 @@ def _parts(conversation: Conversation) -> Iterator[tuple[str, str]]:
     for message in conversation.messages:
         role = message["role"]
         yield f"{role} message", text_of_content(message.get("content"))
-        for key in ("reasoning_content", "thinking"):
+        for key in REASONING:
             yield f"reasoning of the {role} message", str(message.get(key) or "")
         for text in _leaves(message.get("tool_calls")):
             yield "tool call", text

@@ -10,14 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from clients.data.conversation import TOOLS, Conversation
+from clients.data.conversation import REASONING, TOOLS, Conversation
 from clients.data.prompt_format import PromptFormat
 from protos.errors import InvalidInput
 
 _MARK = "zqmarkzq"
 _ROLES = ("system", "developer", "tool")
-# Keys of the last message: of earlier ones a template may leave the reasoning out.
-_LAST_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 class TemplateParts:
@@ -100,7 +98,8 @@ def _marked_parts(conversation: Conversation) -> Iterator[tuple[str, Conversatio
         if calls := message.get("tool_calls"):
             marked = [_with_marked_name(call) for call in calls]
             yield "the tool calls", with_message(number, tool_calls=marked)
-    for key in _LAST_KEYS:
+    # Of earlier messages a template may leave the reasoning out.
+    for key in REASONING:
         if messages and messages[-1]["role"] == "assistant" and messages[-1].get(key):
             yield f"the key {key!r}", with_message(len(messages) - 1, **{key: _MARK})
 

@@ -89,11 +89,11 @@ def test_texts_of_records_cannot_act_on_a_page_or_a_terminal(words: Any) -> None
     preview = build_preview("sft", [record], shown=1, ends={})
     document = preview_page(HOSTILE.replace("\x1b", ""), preview)
     assert "<script" not in document
-    texts = preview.to_json()
-    assert not {"\\u001b", '\\u202e"', '\\u200b"'} & {texts}
-    assert all(c.isprintable() or c == "\n" for c in texts)
-    shown = preview.records[0]
-    assert all(c.isprintable() for text in (shown.where, shown.problem) for c in text)
+    assert all(c.isprintable() or c == "\n" for c in preview.to_json())
+    shown = parse_preview(preview.to_json()).records[0]
+    texts = [shown.where, shown.problem, *(text for part in shown.lost for text in part)]
+    assert any("\\u200b" in text for text in texts)
+    assert all(c.isprintable() for text in texts for c in text)
 
 
 def test_what_a_template_leaves_out_is_shown(words: Any) -> None:
@@ -122,6 +122,13 @@ def test_what_a_template_leaves_out_is_shown(words: Any) -> None:
         ("user message", "9+9="),
     )
     assert lost_in_row(FORM, words, {"m": row["m"][:3]}, is_answered=False) == ()
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_a_reasoning_that_is_left_out_is_shown(words: Any, key: str) -> None:
+    row = {"m": [user("1+1="), assistant("2", **{key: "42"}), user("2+2="), assistant("4")]}
+    lost = lost_in_row(FORM, words, row, is_answered=True)
+    assert lost == (("reasoning of the assistant message", "42"),)
 
 
 @pytest.mark.parametrize(
