@@ -31,6 +31,13 @@ def pair_directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def arguments_of(pair_directory: Path) -> list[str]:
+    teacher, student, data = (
+        str(pair_directory / name) for name in ("teacher", "student", "data.jsonl")
+    )
+    return [teacher, student, "--data", data]
+
+
 def test_shares_by_kind_of_text(pair_directory: Path) -> None:
     texts = texts_in(str(pair_directory / "data.jsonl"), [], 10)
     report = pair_report(pair_directory / "teacher", pair_directory / "student", texts)
@@ -48,12 +55,7 @@ def test_shares_by_kind_of_text(pair_directory: Path) -> None:
 
 
 def test_the_command(pair_directory: Path, capsys: Capture) -> None:
-    arguments = [
-        str(pair_directory / "teacher"),
-        str(pair_directory / "student"),
-        "--data",
-        str(pair_directory / "data.jsonl"),
-    ]
+    arguments = arguments_of(pair_directory)
     assert main(["pair", *arguments]) == ExitCode.OK
     output = capsys.readouterr().out
     assert "tokenizer: another one" in output
@@ -80,12 +82,7 @@ def test_one_tokenizer(pair_directory: Path, capsys: Capture) -> None:
     (pair_directory / "student" / "config.json").write_text(json.dumps({"vocab_size": width}))
     report = pair_report(pair_directory / "teacher", pair_directory / "student", [])
     assert f"id {width} is the token" in report.refusals[0]
-    arguments = [
-        str(pair_directory / "teacher"),
-        str(pair_directory / "student"),
-        "--data",
-        str(pair_directory / "data.jsonl"),
-    ]
+    arguments = arguments_of(pair_directory)
     assert main(["pair", *arguments]) == ExitCode.JOB_FAILED
     assert f"the student has logits for {width} ids" in capsys.readouterr().out
 
@@ -127,12 +124,7 @@ def test_other_special_tokens(pair_directory: Path, capsys: Capture) -> None:
 
     save_tokenizer("student", ("<im_end>", True), ("<box>", True))
     save_tokenizer("teacher", ("<end>", True), ("<User>", True))
-    arguments = [
-        str(pair_directory / "teacher"),
-        str(pair_directory / "student"),
-        "--data",
-        str(pair_directory / "data.jsonl"),
-    ]
+    arguments = arguments_of(pair_directory)
     assert main(["pair", *arguments]) == ExitCode.OK
     output = capsys.readouterr().out
     assert "role: <im_end> of the student is <end> of the teacher" in output
