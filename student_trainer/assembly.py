@@ -81,10 +81,10 @@ def assemble(
     None if this process samples. Raises a DistillError.
     """
     disable_progress_bar()  # progress bars of every checkpoint would fill the log
-    if is_main_process():  # before the checks of the data, which may refuse it
-        write_preview(run, lambda: preview_of(config))
     tokenizer = load_tokenizer(config.student)
     choose_chat_template(config, tokenizer, teachers)
+    if is_main_process():  # before the checks of the data, which may refuse it
+        write_preview(run, lambda: preview_of(config, tokenizer=tokenizer))
     text_config = _check_student(config)
     width, max_length = text_config.vocab_size, max_sequence_length(text_config)
     preparation = _prepare_method(config, Inputs(tokenizer, width, max_length, teachers, rewards))

@@ -66,17 +66,26 @@ Item = TypeVar("Item")
 ReadInputs = Callable[[Item], tuple[ModelInput, ...]]
 
 
-def preview_of(config: AnyTraining, shown: int = SHOWN) -> Preview:
+def preview_of(config: AnyTraining, shown: int = SHOWN, tokenizer: Any = None) -> Preview:
     """Return the preview of a job.
+
+    `tokenizer`: the student's, with the chat template of the teacher if the job takes it; None: as
+    its model has it, with a warning if the job takes that of the teacher.
 
     Raises a DistillError if its data, its chat template or its tokenizer cannot be used.
     """
-    tokenizer, data = load_tokenizer(config.student), config.data
+    data, warnings = config.data, [schedule_warning(config.train, config.max_steps)]
+    if tokenizer is None:
+        tokenizer = load_tokenizer(config.student)
+        if config.student.chat_template == "teacher":
+            warnings.append(
+                "prompts are in the student's own chat template: that of the teacher is known when"
+                " the job starts, and the preview in its run directory has it"
+            )
     ends = end_ids(load_generation_config(config.student), tokenizer)
     facts = [("student", config.student.model)]
     if config.samples:
         facts.append(("sampled", f"at most {config.method.max_new_tokens} tokens an answer"))
-    warnings = [schedule_warning(config.train, config.max_steps)]
     if data is not None:
         warnings.append(date_warning(data.prompt_format, template_text(tokenizer.chat_template)))
     return build_preview(

@@ -115,6 +115,17 @@ def test_on_policy_and_what_the_teacher_reads(chat_job: MakeJob) -> None:
     assert ("sampled", "at most 6 tokens an answer") in preview.facts
 
 
+def test_the_chat_template_of_the_teacher(material: tiny.Material) -> None:
+    config = tiny.job(material, student__chat_template="teacher")
+    warning = "prompts are in the student's own chat template"
+    assert any(line.startswith(warning) for line in preview_of(config).warnings)
+    words = tiny.tokenizer()
+    words.chat_template = "{% for m in messages %}9{{ m.content }}{% endfor %}"
+    preview = preview_of(config, tokenizer=words)
+    assert texts(preview)[0].startswith("student: 9")
+    assert not any(line.startswith(warning) for line in preview.warnings)
+
+
 def test_rl_and_what_the_anchor_reads(material: tiny.Material) -> None:
     config = tiny.rl_job(material, anchor__context="{answer}=")
     first = json.loads(material.prompts.read_text().splitlines()[0])
