@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -23,6 +24,8 @@ from student_trainer.checkpoints.compatible_files import (
     make_tokenizer_compatible,
 )
 from student_trainer.model.lora import has_adapters, save_adapter_configuration
+
+log = logging.getLogger(__name__)
 
 # Limit of a file of weights; transformers' default for `save_pretrained`.
 _MAX_FILE_BYTES = 50_000_000_000
@@ -97,8 +100,14 @@ def write_small_files(
     """Write the files of a model directory that hold no weights, for transformers 4 and 5.
 
     `source`: the directory of the model that is trained; its other files, such as those of the
-    tokenizer, are copied. None: the model was made in memory. `dtype`: of the stored weights.
+    tokenizer, are copied. None: the model was made in memory. If the directory does not exist any
+    more, its files are written as for None. `dtype`: of the stored weights.
     """
+    if source is not None and not source.is_dir():
+        log.warning(
+            "%s has been deleted: the files of the tokenizer are those of transformers", source
+        )
+        source = None
     if source is None:
         tokenizer.save_pretrained(path)
         if hasattr(model, "image_processor"):  # see model/loading.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,19 @@ def test_every_small_file_of_the_student_is_carried_over(tmp_path: Path) -> None
     path = export(student, tmp_path / "export")
     assert {name: (path / name).read_text() for name in files} == files
     assert not [name for name in others if (path / name).exists()]
+
+
+def test_an_export_has_a_tokenizer_if_the_student_is_deleted_during_the_job(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    student = save_student(tmp_path / "student", *TYPES["qwen3"])
+    config = StudentConfig(model=str(student))
+    model, tokenizer = load_model(config), load_tokenizer(config)
+    shutil.rmtree(student)
+    export_model(tmp_path / "export", model=model, tokenizer=tokenizer, source=student)
+    exported = load_tokenizer(StudentConfig(model=str(tmp_path / "export")))
+    assert exported.get_vocab() == tokenizer.get_vocab()
+    assert f"{student} has been deleted" in caplog.text
 
 
 def test_a_head_of_its_own_is_not_tied(tmp_path: Path) -> None:
