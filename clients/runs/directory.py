@@ -29,21 +29,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Literal, TypeVar
+from typing import IO, Annotated, Literal, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AfterValidator, AliasChoices, Field, TypeAdapter, ValidationError
 
 from clients.config.evaluation import RESULTS
 from clients.config.kinds import AnyJob, parse_job
 from clients.data.regular_file import open_regular
 from clients.runs.file_system import fsync_directory, lock_file
-from protos.errors import NotFound, WrongState
+from protos.errors import CATEGORIES, NotFound, WrongState
 
 Verdict = Literal["running", "succeeded", "failed", "cancelled"]
 
 _T = TypeVar("_T")
 # The ranks of a killed launcher end after it, under load by more than a moment.
 _LOCK_SECONDS = 10
+# A trainer that an earlier version has started writes the class of the error, as `error`.
+_CODES = {category.__name__: category.code.value for category in CATEGORIES}
+_ErrorCode = Annotated[
+    str,
+    AfterValidator(lambda name: _CODES.get(name, name)),
+    Field(validation_alias=AliasChoices("code", "error")),
+]
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class Status:
     max_steps: int = 0
     reason: str = ""
     # ErrorCode and field of the DistillError that caused a failure; "" for other failures.
-    code: str = ""
+    code: _ErrorCode = ""
     field: str = ""
 
 

@@ -101,6 +101,23 @@ def test_status_of_another_attempt_is_no_word(tmp_path: Path) -> None:
         assert status_of(run, 1) is None
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [("Unavailable", "UNAVAILABLE"), ("InvalidInput", "INVALID_ARGUMENT"), ("", ""), ([], None)],
+)
+def test_status_of_a_trainer_of_an_earlier_version(
+    tmp_path: Path, error: object, code: str | None
+) -> None:
+    """A server of this version adopts trainers that wrote the class of an error as `error`."""
+    record = {"attempt": 1, "verdict": "failed", "reason": "teacher.address: gone", "error": error}
+    (tmp_path / "status.json").write_text(json.dumps(record))
+    status = status_of(RunDirectory(tmp_path), 1)
+    assert (None if status is None else status.code) == code
+    if status is not None:
+        verdict = verdict_of(JobState.RUNNING, 1, status, Exited(4))
+        assert isinstance(verdict, DeadAttempt) == (code == "UNAVAILABLE")
+
+
 def job_in(state: JobState, phase: str) -> Job:
     return Job("a", "a", "on_policy", state, "", phase, 1, 0, 5, 1.0, 1.0, 0.0, 2)
 
