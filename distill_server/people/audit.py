@@ -138,7 +138,7 @@ def audited(method: _RpcMethod[_Reply]) -> _RpcMethod[_Reply]:
 
 
 def _collect_names(message: Any) -> tuple[str, ...]:
-    """Return the names in a request or a reply: ids of jobs, a teacher's key, or a path."""
+    """Return the names in a request or a reply: ids of jobs, or a path."""
     jobs = [job.id for job in getattr(message, "jobs", ()) if hasattr(job, "id")]
-    names = (getattr(message, field, "") for field in ("job_id", "id", "key", "path"))
+    names = (getattr(message, field, "") for field in ("job_id", "id", "path"))
     return (*jobs, *filter(None, names))

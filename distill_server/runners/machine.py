@@ -86,7 +86,12 @@ class Machine:
         teacher = job.started_teacher
         if teacher is None:
             return
-        self.require_teachers()
+        if not self.has_teachers:
+            raise InvalidInput(
+                "a server with --ray or --slurm starts no teachers",
+                field="teacher.model",
+                hint="start a distill-teacher, and give its teacher.address",
+            )
         job_gpus, teacher_gpus = self.gpus_of_job(job), teacher.gpus_of_model
         if self.gpus is not None and teacher_gpus and job_gpus + teacher_gpus > len(self.gpus):
             raise InvalidInput(
@@ -94,15 +99,6 @@ class Machine:
                 f" {teacher_gpus} more, the server has {len(self.gpus)} for jobs",
                 field="teacher.model",
                 hint="start the server with a larger --gpus, or set teacher.device = 'cpu'",
-            )
-
-    def require_teachers(self) -> None:
-        """Raise InvalidInput if the server starts no teachers."""
-        if not self.has_teachers:
-            raise InvalidInput(
-                "a server with --ray or --slurm starts no teachers",
-                field="teacher.model",
-                hint="start a distill-teacher, and give its teacher.address",
             )
 
     def _require_room_for_engines(self, job: AnyJob) -> None:

@@ -54,11 +54,6 @@ class Record:
 _RECORD = TypeAdapter(Record)
 
 
-def options_of(teacher: TeacherLink) -> TeacherLink:
-    """Return a copy of the teacher with only the options that its start uses."""
-    return TeacherLink.model_validate(teacher.model_dump(include=set(OPTIONS)))
-
-
 def key_of(teacher: TeacherLink) -> str:
     """Return the key of a model and its options; it changes with the files of a local model."""
     assert teacher.model is not None

@@ -174,7 +174,7 @@ class StartedTeachers:
         if running_count >= self._machine.slots:
             raise LookupError(f"the end of another teacher; {running_count} run")
         gpus = self._machine.gpus_for(config, shares)
-        options = homes.options_of(config).model_dump(include=set(homes.OPTIONS))
+        options = config.model_dump(include=set(homes.OPTIONS))
         teacher = TeacherProcess(
             key,
             homes.home_of(self._runs, key),
