@@ -88,16 +88,18 @@ def teacher(models_directory: Path, tmp_path: Path) -> Iterator[str]:
     process.close()
 
 
+def material_of(models_directory: Path) -> Any:
+    from tests.student_trainer import tiny
+
+    names = ("prompts.jsonl", "teacher", "student")
+    return tiny.Material(*(models_directory / name for name in names))
+
+
 def make_job(models_directory: Path, address: str, **changes: Any) -> Any:
     from tests.student_trainer import tiny
 
-    material = tiny.Material(
-        models_directory / "prompts.jsonl",
-        models_directory / "teacher",
-        models_directory / "student",
-    )
     return tiny.job(
-        material,
+        material_of(models_directory),
         address,
         **{
             "teacher__tokenizer": "auto",
@@ -269,13 +271,8 @@ def test_a_teacher_with_other_special_tokens(
 def make_rl_job(models_directory: Path, address: str, **changes: Any) -> Any:
     from tests.student_trainer import tiny
 
-    material = tiny.Material(
-        models_directory / "prompts.jsonl",
-        models_directory / "teacher",
-        models_directory / "student",
-    )
     return tiny.rl_job(
-        material,
+        material_of(models_directory),
         **{
             "teacher": {"address": address, "tokenizer": "auto", "logprob_format": "f32"},
             "method__teacher_beta": 0.5,
@@ -427,13 +424,8 @@ def store(models_directory: Path) -> Path:
 def make_offline_job(models_directory: Path, store: Path, **changes: Any) -> Any:
     from tests.student_trainer import tiny
 
-    material = tiny.Material(
-        models_directory / "prompts.jsonl",
-        models_directory / "teacher",
-        models_directory / "student",
-    )
     return tiny.offline_job(
-        material,
+        material_of(models_directory),
         store,
         **{
             "data__tokenizer": "auto",
