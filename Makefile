@@ -1,6 +1,7 @@
 # Folders whose tests mostly run in the test's own process.
 FAST := $(addprefix tests/,protos clients distill_server/jobs distill_server/rpc teacher_service/head \
-  teacher_service/cache $(addprefix student_trainer/,losses data model run rewards))
+  teacher_service/cache $(addprefix student_trainer/,losses cross_tokenizer data model run rewards \
+  test_critic.py test_critic_advantages.py))
 
 .PHONY: setup docs demo demo-rl demo-search demo-real test test-all test-touched test-fast test-vllm-short test-ray test-slurm test-deploy test-monitoring test-8bit test-track test-vllm soak chaos lint report bench bench-offline bench-draws bench-rl bench-trl bench-evidence bench-gpu bench-vllm protos clean
 PYTHON ?= python3
