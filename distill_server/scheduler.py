@@ -237,13 +237,16 @@ class Scheduler:
             jobs_read = {output.job: self._store.job(output.job) for output in outputs_in(config)}
             start_attempt = partial(self._launch_blocking, job, attempt, due, config, jobs_read)
             await self._call_files(job, start_attempt)
-        except (OSError, ValueError) as error:
-            # A full disk, no free processes, or a configuration written by an older version. Only
-            # `strerror`: users should not see the server's paths.
-            cause = (isinstance(error, OSError) and error.strerror) or error
+        except OSError as error:
+            # A full disk, no free processes. Only `strerror`: users should not see the server's
+            # paths.
+            cause = error.strerror or error
             self._requeue_after_crash(
                 job, DeadAttempt(f"the trainer could not be started: {cause}", blameless=False)
             )
+        except ValueError as error:  # a configuration of an older version; no attempt mends it
+            reason = f"the trainer could not be started: {error}"
+            self._end_job(job, JobEnded(JobState.FAILED, reason), job.step)
         except DistillError as error:  # the output of another job does not exist any more
             self._end_job(job, JobEnded(JobState.FAILED, str(error)), job.step)
 

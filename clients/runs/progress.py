@@ -133,7 +133,7 @@ class Progress:
 
 
 # Errors of a disk that is broken, or on a server that is away.
-_DISK_FAULTS = frozenset((errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT))
+_DISK_FAULTS = frozenset((errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EROFS))
 
 
 def run_to_verdict(progress: Progress, attempt: Callable[[], Verdict]) -> int:

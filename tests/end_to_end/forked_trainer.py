@@ -52,7 +52,7 @@ class Forked(Attempt):
 
     def wait_for_all(self) -> list[int | None]:
         """Return the exit codes of the processes; None for those that had to be killed."""
-        return self._forks.wait(600)
+        return self._forks.wait(240)
 
     def wait_for_survivor(self, rank: int) -> int:
         """Return the exit code of one process, which is not killed when another one dies."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
+import os
 from pathlib import Path
 
 from clients.runs.directory import RunDirectory
@@ -25,3 +27,14 @@ def test_an_outage_has_its_exit_code_where_the_log_is_on_the_full_disk(tmp_path:
         contextlib.redirect_stderr(log),
     ):
         assert run_to_verdict(progress, attempt) == ExitCode.UNREACHABLE
+
+
+def test_a_file_on_a_disk_that_became_read_only_is_an_outage(tmp_path: Path) -> None:
+    """As ext4 after an error: the job waits for the disk, and uses no retry."""
+    run = RunDirectory(tmp_path)
+    progress = Progress(run, attempt=1, max_steps=1, main=True, terminated=lambda: False)
+
+    def attempt() -> Verdict:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path / "metrics.jsonl"))
+
+    assert run_to_verdict(progress, attempt) == ExitCode.UNREACHABLE

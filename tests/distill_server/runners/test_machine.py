@@ -120,6 +120,18 @@ def test_a_job_that_an_upgrade_refuses_ends_and_holds_nobody_up(tmp_path: Path) 
         assert server.runner.started == [(new_job.id, 1)]
 
 
+def test_a_job_that_an_upgrade_refuses_uses_no_retry(tmp_path: Path) -> None:
+    with small_server(tmp_path, Policy(retries=5, backoff=60)) as server:
+        job = submit(server)
+        server.store._db.execute(
+            "UPDATE jobs SET config_json = json_set(config_json, '$.train.gone', 1) WHERE id = ?",
+            (job.id,),
+        )
+        server.look()
+        stored_job = server.store.job(job.id)
+        assert (stored_job.state, stored_job.attempt) == (JobState.FAILED, 1)
+
+
 def test_priorities_first_then_first_come(tmp_path: Path) -> None:
     with small_server(tmp_path, Policy()) as server:
         jobs = [submit(server, priority=p).id for p in (0, -5, 7, 0, 7)]
