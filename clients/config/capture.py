@@ -174,6 +174,12 @@ class CaptureJob(JobConfig):
         data = self.data
         return [
             (
+                False,
+                "student.chat_template",
+                "a capture takes the template of its tokenizer; set data.tokenizer to a directory"
+                " with the tokenizer and this template",
+            ),
+            (
                 data.form == "completion",
                 "data.prompt_column data.answer_column data.template",
                 "it belongs to data.form = 'completion'; leave it out, or set this form",

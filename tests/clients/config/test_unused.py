@@ -122,6 +122,11 @@ REFUSED = [
     (LOADED, "teacher.address = 't:1'", "leave one of them out"),
     (LOADED, "teacher.patience_seconds = 1.0", "leave one of them out"),
     (LOADED, "teacher.prefetch_mib = 1", "leave one of them out"),
+    (
+        LOADED + "student.model = 's'\n",
+        "student.chat_template = 't.jinja'",
+        "takes the template of its tokenizer",
+    ),
     (LOADED, "data.messages_column = 'm'", "data.form = 'messages'"),
     (LOADED, "data.text_column = 't'", "data.form = 'text'"),
     (LOADED + "data.form = 'text'\n", "data.prompt_column = 'q'", "data.form = 'completion'"),
