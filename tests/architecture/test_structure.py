@@ -6,29 +6,33 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.structure import PACKAGES, folders_of, ranks_of
+from tests.architecture.structure import PACKAGES, Folder, folders_of, ranks_of
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = folders_of(ROOT)
 
 
-def test_there_is_something_to_check() -> None:
-    assert {folder.name for folder in FOLDERS} >= set(PACKAGES)
-    assert sum(len(folder.arrows) for folder in FOLDERS) > 100
+@pytest.fixture(scope="module")
+def folders() -> list[Folder]:
+    return folders_of(ROOT)
 
 
-def test_no_circle() -> None:
-    assert {folder.name: folder.circles for folder in FOLDERS if folder.circles} == {}
+def test_there_is_something_to_check(folders: list[Folder]) -> None:
+    assert {folder.name for folder in folders} >= set(PACKAGES)
+    assert sum(len(folder.arrows) for folder in folders) > 100
 
 
-def test_no_upward_import() -> None:
-    assert {folder.name: folder.upward for folder in FOLDERS if folder.upward} == {}
+def test_no_circle(folders: list[Folder]) -> None:
+    assert {folder.name: folder.circles for folder in folders if folder.circles} == {}
+
+
+def test_no_upward_import(folders: list[Folder]) -> None:
+    assert {folder.name: folder.upward for folder in folders if folder.upward} == {}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_wing_has_its_place(package: str) -> None:
+def test_every_wing_has_its_place(package: str, folders: list[Folder]) -> None:
     """The contracts of `.importlinter` order every room of a package."""
-    (folder,) = (folder for folder in FOLDERS if folder.name == package)
+    (folder,) = (folder for folder in folders if folder.name == package)
     ordered = {name for name in ranks_of(ROOT) if name.rpartition(".")[0] == package}
     assert ordered >= {f"{package}.{room}" for room in folder.rooms} - {f"{package}.__main__"}
 

@@ -31,7 +31,7 @@ def test_a_type_that_works(name: str, head: str) -> None:
         ("phimoe", "works", "works"),
         ("mixtral", "works", "adapters do not work with"),
         ("mamba", "works, one sequence a line", "works"),
-        ("falcon_h1", "works, one sequence a line", "works"),
+        pytest.param("falcon_h1", "works, one sequence a line", "works", marks=pytest.mark.slow),
         ("jamba", "works, one sequence a line", "works"),
         ("phi3", "works", "works"),
         ("gemma3_text", "works", "works"),

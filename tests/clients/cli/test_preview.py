@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from clients.cli.app import main
+from clients.cli.commands import preview as preview_command
 from clients.cli.plots.report_page import report_page
+from clients.cli.program import run_program
 from clients.data.preview import parse_preview
 from clients.jobs.record import record_of_run
 from clients.runs.directory import RunDirectory
@@ -54,9 +57,19 @@ class Tags(HTMLParser):
 
 
 def test_no_text_of_a_record_acts(
-    job_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    job_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The weights are missing: they are not loaded."""
+    """The weights are missing: they are not loaded. Three forms show the reply of one program."""
+    replies: list[tuple[int, str]] = []
+
+    def run_once(*arguments: Any) -> tuple[int, str]:
+        replies[:] = replies or [run_program(*arguments)]
+        return replies[0]
+
+    monkeypatch.setattr(preview_command, "run_program", run_once)
     assert main(["preview", str(job_file), "--json"]) == ExitCode.OK
     preview = parse_preview(capsys.readouterr().out)
     (view,) = preview.records[0].views

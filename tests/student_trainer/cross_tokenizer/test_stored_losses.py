@@ -361,6 +361,7 @@ def minimize_loss(form: str) -> float:
     return float((mass * (mass.log() - text_logprobs)).sum())
 
 
+@pytest.mark.slow
 def test_where_the_forms_lead() -> None:
     """Losses of runs have another minimum, as later text decides the boundary of a run."""
     minima = {form: minimize_loss(form) for form in ("row", "chunk", "word")}

@@ -120,7 +120,7 @@ def test_several_threads_may_order_at_once(start_service: StartService, tmp_path
         assert_all_same(sequences[number], sample_in_process(sent_order, student(1)))
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_replica_that_is_killed_at_random_points(
     start_service: StartService, tmp_path: Path, replicas: int
 ) -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from tests.clients.data.fuzzing.cases import run_case
 
+CASES_PER_ENTRY = 100  # of the state file
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Return the number of cases that fail, at most 100."""
@@ -39,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
             entry = {"case": number, "failure": f"{type(error).__name__}: {error}"[:2000]}
             print(json.dumps(entry), flush=True)
             _append(options.state, options.seed, entry)
-        if (number + 1) % 100 == 0:
+        if (number + 1) % CASES_PER_ENTRY == 0:
             _append(options.state, options.seed, {"next": number + 1, "outcomes": outcomes})
     print(json.dumps({"seed": options.seed, "failed": failed, **dict(sorted(outcomes.items()))}))
     return min(failed, 100)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.clients.data.fuzzing import __main__ as fuzzing
 from tests.clients.data.fuzzing.__main__ import main
 from tests.faults.conftest import REPEATS
 
@@ -23,13 +24,14 @@ def test_ten_thousand_cases(part: int) -> None:
 
 
 def test_a_run_goes_on_after_its_last_case(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(fuzzing, "CASES_PER_ENTRY", 20)
     state = tmp_path / "state.jsonl"
     arguments = ["--seed", "5", "--state", str(state)]
-    assert main([*arguments, "--count", "200"]) == 0
+    assert main([*arguments, "--count", "40"]) == 0
     whole = json.loads(capsys.readouterr().out.splitlines()[-1])
     lines = state.read_text().splitlines(keepends=True)
-    state.write_text(lines[0])  # it was killed in the second hundred
-    assert main([*arguments, "--count", "200"]) == 0
+    state.write_text(lines[0])  # killed in the second twenty
+    assert main([*arguments, "--count", "40"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == whole

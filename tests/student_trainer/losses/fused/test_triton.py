@@ -73,7 +73,7 @@ def test_passes_equal_plain_torch(dtype, curve, vocab):
     compare(output, {torch.float32: 2e-6, torch.bfloat16: 8e-3}[dtype])
 
 
-@pytest.mark.parametrize("width", [1.0, 30.0])
+@pytest.mark.parametrize("width", [1.0, pytest.param(30.0, marks=pytest.mark.slow)])
 def test_the_cap_of_the_kernel_is_tanh(width):
     """With full precision near 0 and where it saturates; chunks of one id per row."""
     size = torch.logspace(-6, 3, 500, device=DEVICE)
