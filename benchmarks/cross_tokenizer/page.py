@@ -26,7 +26,7 @@ def format_losses(result: dict[str, Any], chosen: Chosen) -> str:
     for name, rate in chosen:
         cells = [_format_range(_select_values(result, name, rate, metric)) for metric in METRICS]
         rows.append([name, f"{rate:g}", *cells])
-    return format_table(["learns from", "learning rate", "bits a byte", "cost, nats a byte"], rows)
+    return format_table(["loss", "learning rate", "bits per byte", "cost, nats per byte"], rows)
 
 
 def draw(result: dict[str, Any], chosen: Chosen, path: Path) -> str:

@@ -59,16 +59,22 @@ WORKS, SLOW = "works", "works, with all logits in memory"
 PAGE = """\
 # Models
 
-The {total} types of causal language models of transformers {version},
-each as a tiny model with random weights, made and checked by
-`python -m benchmarks.models.types`. Teacher: rows of the hf engine against `log_softmax` of the
-model's own logits, within {rows_within:g} nats. Student: the gradient of the fused operator against
-that through the model's own logits, within {gradients_within:g} of its norm; or, where the head is
-no scaled or capped linear layer, a finite gradient through all logits. Sampling: the self-test of a
-job passes, and the log-probs recorded in a batch of prompts of several lengths are those of a plain
-forward pass, within {rows_within:g} nats. LoRA: each adapter gets a gradient, and the merged export
-computes what was trained. Export: transformers loads it with no weight missing, and it computes
-what was trained. A cell that does not begin with "works" is the error that refuses the model.
+This page lists the {total} types of causal language models of transformers {version}. Each type was
+tested as a tiny model with random weights by `python -m benchmarks.models.types`. A cell that does
+not begin with "works" is the error message that refuses the model.
+
+"works" means:
+
+- **Teacher**: the rows of the hf engine equal `log_softmax` of the model's own logits, within
+  {rows_within:g} nats.
+- **Student**: the gradient of the fused operator equals the gradient through the model's own
+  logits, within {gradients_within:g} of its norm. "With all logits in memory": the head is no
+  scaled or capped linear layer, and the gradient through all logits is finite.
+- **Sampling**: the self-test of a job passes. The log-probs recorded in a batch of prompts of
+  several lengths equal those of a plain forward pass, within {rows_within:g} nats.
+- **LoRA**: each adapter gets a gradient. The merged export computes the same as the trained model.
+- **Export**: transformers loads the export without missing weights. The loaded model computes the
+  same as the trained model.
 
 {shares}
 

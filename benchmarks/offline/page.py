@@ -9,14 +9,14 @@ from benchmarks.shared.pages import format_table
 PAGE = """\
 # Offline training: measurements
 
-Tail modes, stores and interrupted captures. Made by
+This page measures tail modes, the cost of stores, and interrupted captures. The command
 
 <!-- needs: a quarter of an hour -->
 ```bash
 python -m benchmarks.offline --data path/to/train.jsonl
 ```
 
-on GSM8K ({machine}; {minutes:.0f} minutes after the two models were pretrained).
+wrote this page, on GSM8K ({machine}; {minutes:.0f} minutes after the two models were pretrained).
 
 ## Setup
 
@@ -24,27 +24,27 @@ A teacher of {teacher[0]} layers of width {teacher[1]} ({teacher[2]} steps) and 
 {student[0]} layers of width {student[1]} ({student[2]} steps) are pretrained on the first
 {records:,} records of the train split, with a byte-level BPE vocabulary of {vocabulary:,}.
 `distill capture` stores the teacher's rows of the answers of the same records: {sequences:,}
-sequences, {rows:,} rows; records of more than {max_tokens} tokens are left out. The student then
-learns for {steps} steps of {per_step} sequences (`distill run`, the shipped
+sequences, {rows:,} rows. Records of more than {max_tokens} tokens are skipped. The student then
+trains for {steps} steps of {per_step} sequences (`distill run`, the shipped
 [job file](../deploy/jobs/gsm8k_offline.toml), learning rate 3e-3), with {seeds} seeds. No teacher
-is running, and no job names one. Models this small solve no exercise; the benchmark compares their
-distance to the teacher.
+runs, and no job names a teacher. Models of this size solve no exercise, so the benchmark compares
+the KL to the teacher.
 
 ## Tail modes
 
 ![Held-out KL by step, and at the end](offline.png)
 
-Every row is measured in the same way, from the full logits of both models: the exact
-KL(teacher||student) and the perplexity on {held_sequences} records ({held_tokens:,} answer tokens)
-that no model has seen. Every row has the same student, batches, optimizer and schedule, which the
-benchmark checks in the metrics of the runs. Mean over seeds, minimum to maximum in brackets.
+Every line has the exact KL(teacher||student) and the perplexity, from the full logits of both
+models, on {held_sequences} held-out records ({held_tokens:,} answer tokens). Every line has the
+same student, batches, optimizer and schedule; the benchmark checks this in the metrics of the runs.
+The figures are means over seeds, with minimum and maximum in brackets.
 
 {table}
 
-*Cross-entropy only* and *exact KL* are not jobs but references: the trainer with another loss
-(`benchmarks/offline/reference.py`). The first learns from the text alone; the loss of a job
-always has a KL. The second has the teacher in its process and reads all {vocabulary:,} logits of
-both models: the upper limit for rows.
+*Cross-entropy only* and *exact KL* are references, not jobs: they run the trainer with another loss
+(`benchmarks/offline/reference.py`). *Cross-entropy only* uses the text without rows. *Exact KL*
+loads the teacher and uses all {vocabulary:,} logits of both models, which is the upper limit for
+rows.
 
 {reading}
 
@@ -52,9 +52,9 @@ both models: the upper limit for rows.
 
 {stores}
 
-*Codec* counts the encoded rows. *Files* counts all bytes on the disk, with keys, checksums and the
-token ids of prompts and answers ({tokens_per_row:.2f} tokens a row, 4 bytes each), divided by the
-number of rows.
+*Codec* is the size of the encoded rows. *Files* is the size of all files, with keys, checksums and
+the token ids of prompts and answers ({tokens_per_row:.2f} tokens per row, 4 bytes each), divided by
+the number of rows.
 
 {times}
 
@@ -133,7 +133,7 @@ def _format_methods(learned: dict[str, Any]) -> str:
         ]
         rows.append([method["name"], *cells])
     rows.append(["(the teacher)", "0", f"{teacher['perplexity']:.1f}"])
-    return format_table(["learns from", "held-out KL, nats a token", "perplexity"], rows)
+    return format_table(["loss", "held-out KL, nats per token", "perplexity"], rows)
 
 
 def _format_shares(result: dict[str, Any]) -> str:
@@ -144,7 +144,7 @@ def _format_shares(result: dict[str, Any]) -> str:
         f"- {method['name']}: {(start - method['kl']['mean']) / (start - ceiling):.0%}"
         for method in learned["ways"][:-1]
     ]
-    title = "Share of the way from the student's first KL to the KL of the exact loss:"
+    title = "Closed share of the KL gap between the initial student and the exact loss:"
     return "\n".join([title, "", *shares])
 
 
@@ -163,18 +163,20 @@ def _format_stores(stores: dict[str, dict[str, float]], sizes: dict[str, Any]) -
                 f"{store['file_bytes']:.1f}",
             ]
         )
-    return format_table(["store", "sequences", "codec, bytes a row", "files, bytes a row"], rows)
+    return format_table(
+        ["store", "sequences", "codec, bytes per row", "files, bytes per row"], rows
+    )
 
 
 def _format_times(result: dict[str, Any]) -> str:
     step, capture = result["step"], result["capture"]
     return (
-        f"A step of the trainer takes {step['ratio']:.3f} times as long as with all rows in memory"
-        f" beforehand (median of {step['pairs']} pairs of the same step, {step['memory']:.3f} s"
-        f" each). A capture scores {capture['ratio']:.3f} times the rows a second of its engine"
-        f" alone on the same batches ({capture['engine']:.0f} rows a second; median of"
-        f" {len(capture['ratios'])} turns). One thread a process; the reader and the writer of the"
-        " store have threads of their own."
+        f"A training step that reads rows from the store takes {step['ratio']:.3f} times as long as"
+        f" with all rows in memory (median of {step['pairs']} pairs of the same step,"
+        f" {step['memory']:.3f} s each). A capture scores {capture['ratio']:.3f} times as many rows"
+        " per second as its engine alone on the same batches"
+        f" ({capture['engine']:.0f} rows per second; median of {len(capture['ratios'])} runs)."
+        " Each process has one thread, plus a thread for the reader or the writer of the store."
     )
 
 
@@ -185,7 +187,6 @@ def _format_kills(result: dict[str, Any]) -> str:
         f"A capture of all {result['stores']['top']['sequences']:,} sequences into {kills['files']}"
         f" files ({kills['bytes'] / 1e6:.1f} MB) was killed with `kill -9` {kills['kills']} times,"
         " after"
-        f" {', '.join(map(str, kills['at']))} complete files, and resumed each time. In the"
-        f" end every file of the store and the manifest has {outcome} that of an uninterrupted"
-        " capture."
+        f" {', '.join(map(str, kills['at']))} complete files, and resumed each time. At the end,"
+        f" every file of the store and the manifest had {outcome} in an uninterrupted capture."
     )

@@ -12,28 +12,28 @@ from benchmarks.shared.pages import format_table
 PAGE = """\
 # Reinforcement learning: measurements
 
-Anchors and estimators of the KL compared. Made by
+This page compares anchors and estimators of the KL. The command
 
 <!-- needs: half an hour -->
 ```bash
 python -m benchmarks.rl
 ```
 
-on {machine}, one thread.
+wrote this page, on {machine}, with one thread.
 
 ## Setup
 
 A model of {layers} layers of width {width} is pretrained on sums of two numbers below 100 until it
-gets some of them right. It reads and writes bytes: the vocabulary has 257 tokens, and a head has
-{head}. The model then learns from the reward `exact_match` for {steps} steps of {prompts} prompts x
-{answers} answers, learning rate {learning_rate:g}, clips 0.2 and 0.28, advantages of GRPO. A moving
-anchor has tau 0.9 and a period of 10 updates; a fixed anchor is the pretrained model. Every
-configuration had the same {seeds} seeds; a seed determines prompts and samples. Task and optimizer
-are those of `distill demo-rl`.
+gets some of them right. Its tokens are bytes: the vocabulary has 257 tokens, and the head has
+{head}. The model is then trained with the reward `exact_match` for {steps} steps of {prompts}
+prompts x {answers} answers, with learning rate {learning_rate:g}, clips 0.2 and 0.28, and GRPO
+advantages. The EMA anchor has tau 0.9 and a period of 10 updates. The fixed anchor is the
+pretrained model. Every configuration has the same {seeds} seeds. A seed determines prompts and
+samples. Task and optimizer are those of `distill demo-rl`.
 
-The pretrained model was chosen with another seed, before the other configurations were run, so that
-the run without a KL learns: from a weaker model, and with other vocabularies, it did not learn
-within these steps. The weights of the KL (beta) are the paper's 0.001, and 0.1 for a visible
+The pretrained model was selected with another seed, before the comparison, such that the run
+without a KL improves. With weaker models, and with other vocabularies, the run did not improve
+within these steps. The weights of the KL (beta) are 0.001, as in the paper, and 0.1, for a visible
 effect.
 
 ![Held-out accuracy by step, and at the end](rl.png)
@@ -42,36 +42,36 @@ effect.
 
 | column | meaning |
 |---|---|
-| held out | accuracy of greedy answers to {held_out} sums of no training set, at the end |
+| held out | final accuracy of greedy answers to {held_out} sums that are not in the training set |
 | sampled | mean reward of the answers sampled in the last tenth of the steps |
-| head | mass of the student's {head} likeliest tokens (at the first step {first_mass}) |
-| seconds | median step, on a machine that other programs used too; see [Cost](#cost-of-an-anchor) |
+| head | probability of the student's {head} most likely tokens (at the first step {first_mass}) |
+| seconds | median time of a step, on a machine with other load; see [Cost](#cost-of-an-anchor) |
 | memory | peak resident memory of the process |
 
-Mean over seeds, and its 95% interval (Student's t):
+Means over seeds with 95% intervals (Student's t):
 
 {table}
 
-Before any reward: {before:.3f} held out.
+Held-out accuracy before training: {before:.3f}.
 
 ## Differences
 
 Paired differences of the held-out accuracy by seed, in percentage points. A difference whose
-interval contains 0 was not shown. Of so many comparisons, one in twenty is shown by chance.
+interval contains 0 counts as not shown. By chance, one comparison in twenty counts as shown.
 
 {differences}
 
 ## Cost of an anchor
 
-The same job with an anchor and without, in turns, {pairs} times each, on a model of {timed_layers}
-layers of width {timed_width} ({weights:.0f} MiB of weights), 16 answers of at most 32 tokens a
-step:
+The same job ran alternately with and without an anchor, {pairs} times each, on a model of
+{timed_layers} layers of width {timed_width} ({weights:.0f} MiB of weights), with 16 answers of at
+most 32 tokens per step:
 
 | | median | range | target |
 |---|---|---|---|
-| time of a step, with the anchor over without | {ratio:.3f} | {ratios} | at most 1.25 |
+| ratio of step times, with / without the anchor | {ratio:.3f} | {ratios} | at most 1.25 |
 | additional peak resident memory, MiB | {more:.0f} | {mores} | |
-| the same in copies of the weights | {more_over:.2f} | | 1 |
+| the same, divided by the size of the weights | {more_over:.2f} | | 1 |
 """
 
 
