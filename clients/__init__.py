@@ -1,4 +1,4 @@
-"""Everything light that a person or a program calls: jobs, teachers, stored rows, job files.
+"""The public Python interface: jobs, teachers, stored rows and job files.
 
     from clients import DistillClient, LogitStore, TeacherClient, load_job
 

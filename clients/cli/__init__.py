@@ -1,1 +1,1 @@
-"""The `distill` command. Modules here import slow packages inside functions: --help stays fast."""
+"""The `distill` command. Modules import slow packages inside functions, so that --help is fast."""

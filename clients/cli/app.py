@@ -1,4 +1,4 @@
-"""`distill`: the global options, the list of commands, and the handling of all errors."""
+"""The `distill` command: global options, the list of commands, and error handling."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def global_options(
     ] = False,
     version: VersionOption = False,
 ) -> None:
-    """Make the ClientSettings that all commands share from the global options."""
+    """Create the ClientSettings of all commands from the global options."""
     if not server:
         raise InvalidInput(
             "the address is empty", field="--server", hint="give HOST:PORT, or omit the option"
@@ -123,9 +123,9 @@ def global_options(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its ExitCode; errors are printed to stderr here.
+    """Run one command, print its errors to stderr, and return its ExitCode.
 
-    `arguments` default to those of the process.
+    `arguments` defaults to the arguments of the process.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     # A failed connection is reported here in one sentence; suppress the log lines of gRPC's core.

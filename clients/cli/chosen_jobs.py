@@ -1,4 +1,4 @@
-"""The options that choose jobs for `distill ls`, `cancel`, `resume`, `rm` and `table`."""
+"""The options of `distill ls`, `cancel`, `resume`, `rm` and `table` that select jobs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LabelOption = Annotated[
 
 @dataclass(frozen=True)
 class Choice:
-    """The selection of jobs by names or by options; an empty selection is an error."""
+    """A selection of jobs by names or by options. An empty selection is an error."""
 
     names: Sequence[str] | None = None
     every: bool = False
@@ -51,10 +51,10 @@ class Choice:
         return bool(self.every or self.state or self.older_than or self.own_only or self.labels)
 
     def ids(self, client: DistillClient, states: Collection[JobState]) -> Sequence[str]:
-        """Return the names, or the ids of the jobs that the options describe, the oldest first.
+        """Return the given names, or the ids of the jobs that match the options, oldest first.
 
-        `states`: states that the command supports. Raises InvalidInput for an empty selection, and
-        for both names and options.
+        `states`: job states that the command supports. Raises InvalidInput for an empty selection,
+        and if both names and options are given.
         """
         options = "--all, --mine, --label, --state and --older-than"
         if self.names:

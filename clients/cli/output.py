@@ -26,7 +26,7 @@ class Output:
     quiet: bool = False
     """Print no progress and no messages."""
     verbose: bool = False
-    """Print details too."""
+    """Also print details."""
     color: bool = True
     """Allow colors on a terminal."""
 
@@ -51,12 +51,12 @@ class Output:
             print("  ".join(cells).rstrip())
 
     def say(self, sentence: str) -> None:
-        """Print a message to stderr, unless quiet."""
+        """Print a message to stderr, unless `quiet`."""
         if not self.quiet:
             print(sentence, file=sys.stderr, flush=True)
 
     def detail(self, sentence: str) -> None:
-        """Print a message to stderr if verbose."""
+        """Print a message to stderr if `verbose`."""
         if self.verbose:
             print(sentence, file=sys.stderr, flush=True)
 
@@ -77,11 +77,11 @@ class Output:
 
     @property
     def live(self) -> bool:
-        """True if progress may be redrawn in place: stderr is a terminal, and not quiet."""
+        """True if progress may be redrawn in place: stderr is a terminal and `quiet` is false."""
         return sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not self.quiet
 
     def for_people(self) -> Output:
-        """Return a copy that prints text, for progress beside a JSON result."""
+        """Return a copy that prints text, to show progress in addition to a JSON result."""
         return replace(self, as_json=False)
 
     def console(self, *, stderr: bool = True) -> Console:
@@ -92,7 +92,9 @@ class Output:
 
     @contextmanager
     def stage(self, title: str) -> Iterator[None]:
-        """Announce a long step: with a spinner on a terminal, else with a line at its start."""
+        """Announce a long operation: with a spinner on a terminal, otherwise with a line at its
+        start.
+        """
         if not self.live:
             self.say(f"{title} ...")
             yield

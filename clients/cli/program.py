@@ -1,4 +1,4 @@
-"""Runs a program that a command may not import, and reads its reply; see `print_reply`."""
+"""Runs a program whose packages a command must not import, and reads its reply (`print_reply`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from protos.errors import ExitCode, InternalFault, error_of
 
 
 def run_program(module: Sequence[str], document: str, output: Output) -> tuple[int, str]:
-    """Run a module with its arguments and `document` on stdin; return its exit code and stdout."""
+    """Run a module with its arguments and `document` on stdin. Return its exit code and stdout."""
     program = subprocess.Popen(
         [sys.executable, "-P", "-m", *module],
         stdin=subprocess.PIPE,

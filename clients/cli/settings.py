@@ -1,4 +1,4 @@
-"""The settings from the global options, and the arguments that several commands share."""
+"""The settings from the global options, and arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_JOBS = 200
 def complete_job(context: typer.Context, incomplete: str) -> list[str]:
     """Return "@last" and the server's job ids that start with `incomplete`, newest first.
 
-    Returns no ids if the server does not answer within 0.5 s. Considers the 200 newest jobs.
+    Considers the 200 newest jobs. Returns an empty list if the server does not answer within 0.5 s.
     """
     from clients.jobs.client import DistillClient
 
@@ -70,7 +70,7 @@ class ClientSettings:
     server: str = DEFAULT_SERVER
 
     def client(self) -> DistillClient:
-        """Return a client of the job server; close it after use."""
+        """Return a client of the job server. The caller closes the client after use."""
         # Importing gRPC takes 0.2 s: only the commands that need it do so.
         from clients.jobs.client import DistillClient
 
@@ -79,12 +79,12 @@ class ClientSettings:
 
 
 def settings_of(context: typer.Context) -> ClientSettings:
-    """Return the ClientSettings that the app's callback stored in the context."""
+    """Return the ClientSettings that the callback of the app stored in the context."""
     settings = context.find_object(ClientSettings)
     assert settings is not None, "the app's callback makes it"
     return settings
 
 
 def overrides(sets: list[str] | None, name: str) -> list[str]:
-    """Return all overrides of the job file as KEY=VALUE strings, --name among them."""
+    """Return all overrides of the job file as KEY=VALUE strings, including --name."""
     return [*(sets or []), *([f"name={name}"] if name else [])]

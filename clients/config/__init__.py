@@ -1,1 +1,1 @@
-"""The job file: its tables, one module per method, and the reader that reports every problem."""
+"""The job file: tables, one module per method, and a reader that reports all problems at once."""

@@ -1,4 +1,4 @@
-"""The model of a capture: a job file with `method.type = "capture"`."""
+"""The keys of a capture: a job file with `method.type = "capture"`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CaptureTeacher(TeacherConfig):
     """The teacher of a capture: a teacher service, or a model that the capture loads itself."""
 
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 64
-    """Head ids per row: the teacher's k likeliest tokens. 0 needs `method.tail_samples` > 0."""
+    """Head ids per row: the teacher's k most likely tokens. 0 needs `method.tail_samples` > 0."""
 
     model: str | None = None
     """Directory or hub id of a model to load; without it, the service at `address` scores."""
@@ -49,13 +49,13 @@ class CaptureData(PromptKeys):
     text_column: str = "text"
     """Column with the document; every token is scored (form `text`)."""
     max_left_out: LeftOutShare = 0.2
-    """The capture fails before it scores if a larger share of the records is left out."""
+    """The capture fails before scoring if a larger share of the records is skipped."""
     tokenizer: str | None = None
     """Directory or hub id; default: the tokenizer of `student.model` or `teacher.model`."""
 
     @property
     def prompt_format(self) -> PromptFormat:
-        """The format of the prompts; it means nothing for plain text."""
+        """The format of the prompts. Not used for plain text."""
         has_conversations = self.form == "messages"
         messages = self.messages_column if has_conversations else None
         return self.format_of(self.prompt_column, messages, self.image_column)
@@ -67,7 +67,7 @@ class RayConfig(Table):
     actors: Count | None = None
     """Number of engines; default: one per GPU of the cluster, or one without GPUs."""
     cpus_per_actor: Count = 1
-    """CPUs per engine. The cluster needs one more CPU that is free."""
+    """CPUs per engine. The cluster needs one more free CPU."""
 
 
 class CaptureConfig(Table):
@@ -82,15 +82,17 @@ class CaptureConfig(Table):
     temperature: Annotated[float, Field(ge=1e-3)] = 1.0
     """Temperature of the teacher; offline training must use the same temperature."""
     tail_samples: Annotated[int, Field(ge=0, le=256)] = 0
-    """Ids per row that the teacher draws from outside the head."""
+    """Ids per row that the teacher samples from outside the head."""
     compress: bool = False
-    """Compress rows with zstd: fewer bytes, slower to read."""
+    """Compress rows with zstd: smaller files, slower reads."""
     shard: Annotated[str, Field(pattern=r"^\d{1,6}/\d{1,6}$")] = "0/1"
     """`i/n`: capture part i (from 0) of n; `distill store merge` joins the stores of all parts."""
     shard_bytes: Annotated[int, Field(ge=1, le=1 << 30)] = 64 << 20
-    """Most bytes of one file, which a killed capture loses; small captures have 16 small files."""
+    """Maximum size of one file; a killed capture loses one file. Small captures have 16 small
+    files.
+    """
     ray: RayConfig | None = None
-    """The table, even if empty, runs the capture on a Ray cluster ($RAY_ADDRESS)."""
+    """Even an empty table runs the capture on a Ray cluster ($RAY_ADDRESS)."""
 
     @field_validator("store")
     @classmethod
@@ -107,14 +109,14 @@ class CaptureConfig(Table):
 
     @property
     def part(self) -> tuple[int, int]:
-        """The key `shard` as numbers (i, n)."""
+        """The key `shard` as two integers (i, n)."""
         index, count = map(int, self.shard.split("/"))
         return index, count
 
     def store_in(self, run: Path) -> str:
-        """Return the directory or URL for the rows; with n > 1 parts, one below it per part.
+        """Return the directory or URL of the rows. With n > 1 parts, each part has a subdirectory.
 
-        `run` is the run directory, used if the job names no store.
+        `run`: the run directory, used if the job names no store.
         """
         index, count = self.part
         full_store = self.store or str(run / "store")
@@ -131,7 +133,7 @@ class CaptureJob(JobConfig):
     method: CaptureConfig
     teacher: CaptureTeacher = CaptureTeacher()
     student: StudentConfig | None = None
-    """The student; only its tokenizer and its number of logits are used."""
+    """The student. Only its tokenizer and its number of logits are used."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of the tail samples."""
 
@@ -230,7 +232,7 @@ class CaptureJob(JobConfig):
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs of the engine; a capture on Ray takes those of its engines there."""
+        """Number of GPUs of the engine. A capture on Ray gets the GPUs of its engines from Ray."""
         return 1 if self.method.ray is not None else max(1, self.teacher.gpus or 1)
 
     @property
@@ -240,13 +242,13 @@ class CaptureJob(JobConfig):
 
     @property
     def teacher_addresses(self) -> Mapping[str, str | list[str]]:
-        """The address of the service that scores; empty if the capture loads the model."""
+        """The address of the teacher service. Empty if the capture loads the model."""
         loads_model = self.teacher.model is not None or self.method.ray is not None
         return {} if loads_model else super().teacher_addresses
 
     @property
     def data_files(self) -> Sequence[DataFile]:
-        """The data; a capture scores the tokens that a fine-tuning job would learn."""
+        """The data. A capture scores the tokens on which a fine-tuning job would train."""
         data, columns = self.data, columns_of("teacher.context", self.teacher.context)
         if data.form == "text":
             columns = (("data.text_column", data.text_column), *columns)

@@ -1,4 +1,4 @@
-"""The model of an evaluation: a job file with `method.type = "eval"`."""
+"""The keys of an evaluation: a job file with `method.type = "eval"`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESULTS = "eval"  # directory of the answers and the results, in the run directo
 
 
 class EvaluatedModel(Table):
-    """The model to evaluate, and its anchor, if its directory contains one."""
+    """The model to evaluate. Its anchor is also evaluated, if its directory contains one."""
 
     model: Name
     """Hugging Face directory or hub id; or `@JOB/export`, the model of another job."""
@@ -36,13 +36,13 @@ class EvalMethod(Table):
     temperature: Annotated[float, Field(ge=0)] = 0.8
     """Sampling temperature; 0: greedy decoding."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Nucleus sampling: draw from the likeliest tokens with this total probability."""
+    """Nucleus sampling: sample from the most likely tokens with this total probability."""
     max_new_tokens: Count = 1024
     """Maximum number of tokens of an answer."""
 
 
 def evaluated_data_rules(data: DataConfig | None) -> list[Rule]:
-    """Return the rules of keys of `data` that an evaluation has no use for."""
+    """Return the rules for keys of `data` that an evaluation does not use."""
     return [
         *prompt_rules(data),
         (False, "data.mix data.weight_column", "it is for training; leave it out"),
@@ -60,9 +60,9 @@ class EvalJob(JobConfig):
     method: EvalMethod
     reward: RewardConfig
     data: Annotated[DataConfig | None, Field(validate_default=True)] = None
-    """The prompts. Leave the table out if a reasoning_gym task generates them."""
+    """The prompts. Omit the table if a reasoning_gym task generates the prompts."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Seed of the choice of prompts and of the sampling."""
+    """Seed of the selection of prompts and of sampling."""
 
     @field_validator("data")
     @classmethod
@@ -94,7 +94,7 @@ class EvalJob(JobConfig):
 
     @property
     def extras(self) -> Sequence[Extra]:
-        """The extra of the trainer, whose sampler answers."""
+        """The extra of the trainer, whose sampler generates the answers."""
         return [("train", "an evaluation", "method.type")]
 
     @property

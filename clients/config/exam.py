@@ -15,7 +15,7 @@ from clients.config.unused import refuse_unused
 
 
 class ExamConfig(Table):
-    """An evaluation. The CLI passes it to the evaluation program as JSON."""
+    """An evaluation. The command line passes this object to the evaluation program as JSON."""
 
     models: Mapping[Name, Name]
     """Models by display name: a Hugging Face directory, or the model name of the endpoint."""
@@ -24,15 +24,15 @@ class ExamConfig(Table):
     method: EvalMethod
     reward: RewardConfig
     data: DataConfig | None
-    """The prompts; None: the prompts of the reward's task."""
+    """The prompts. None: the prompts of the reward's task."""
     seed: Annotated[int, Field(ge=0, lt=2**31)]
-    """Seed of the choice of prompts and of the sampling."""
+    """Seed of the selection of prompts and of sampling."""
     endpoint: str | None = None
-    """http://HOST:PORT/v1 of an OpenAI-compatible server; None: the models are directories."""
+    """http://HOST:PORT/v1 of an OpenAI-compatible server. None: the models are directories."""
     api: Literal["chat", "completions"] = "chat"
     """API of the endpoint: chat completions or text completions."""
     in_flight: Count = 64
-    """Most concurrent requests to the endpoint."""
+    """Maximum number of concurrent requests to the endpoint."""
     patience_seconds: Annotated[float, Field(gt=0)] = 600.0
     """Seconds to wait for one answer of the endpoint."""
 

@@ -1,4 +1,4 @@
-"""Reads job files. An invalid file is refused with all of its problems, each with its line."""
+"""Reads job files. An error lists all problems of a file with their line numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SUFFIXES = (".toml", ".yaml", ".yml")
 
 @dataclass(frozen=True)
 class JobFile:
-    """A job file after reading: its path, its text, and the validated job.
+    """A job file: its path, its text, and the validated job.
 
     `sources` maps each key to the origin of its value: `default`, `job.toml:6` or `--set`.
     """
@@ -40,7 +40,7 @@ class JobFile:
 class _Draft:
     """A job file before validation: its values, and the problems that are known so far.
 
-    `swept` are the keys whose values come from a point of the sweep `sweep`.
+    `swept`: keys whose values come from a point of the sweep `sweep`.
     """
 
     name: str
@@ -68,7 +68,9 @@ class _Draft:
         return f"{self.name}:{line}" if line else self.name
 
     def source_of_list(self, key: KeyPath) -> str:
-        """Return the file and line of a key's list in the sweep: nested, or with a dotted key."""
+        """Return the file and line of a key's list in the sweep, written nested or with a dotted
+        key.
+        """
         if (LABEL, *key) in self.overridden:
             return "--set"
         dotted, lines = ".".join((LABEL, *key)), self.parsed.lines
@@ -95,9 +97,9 @@ def load_job(path: Path | str, overrides: Sequence[str] = ()) -> JobFile:
 def load_jobs(path: Path | str, overrides: Sequence[str] = ()) -> list[JobFile]:
     """Read a file of one job, or of several in `[[job]]` tables, and validate every job.
 
-    A job with a table `sweep` is one job for each combination of the values in it. Overrides are
-    for a file of one job. Raises InvalidInput as `load_job` does, and if two jobs of the file have
-    one name.
+    A job with a table `sweep` gives one job for each combination of its values. Overrides need a
+    file with one job. Raises InvalidInput as `load_job` does, and if two jobs of the file have the
+    same name.
     """
     path = Path(path)
     text = _read_text(path)
@@ -135,7 +137,7 @@ def load_jobs(path: Path | str, overrides: Sequence[str] = ()) -> list[JobFile]:
 
 
 def _split_jobs(path: Path, parsed: Parsed) -> list[Parsed]:
-    """Return one part of the file for each of its jobs."""
+    """Split the file into one part per job."""
     tables = parsed.values.get("job")
     if tables is None:
         return [parsed]
@@ -156,7 +158,7 @@ def _split_jobs(path: Path, parsed: Parsed) -> list[Parsed]:
 
 
 def _require_names(drafts: Sequence[_Draft], configs: Sequence[AnyJob | None]) -> None:
-    """Add a problem to each job that has the name of an earlier job of the file."""
+    """Add a problem to each job whose name an earlier job of the file already has."""
     names = {draft.sweep for draft in drafts if draft.sweep}
     for draft, config in zip(drafts, configs, strict=True):
         if config is not None and config.name in names:
@@ -166,7 +168,7 @@ def _require_names(drafts: Sequence[_Draft], configs: Sequence[AnyJob | None]) -
 
 
 def _expand_sweep(draft: _Draft) -> list[_Draft]:
-    """Return a draft for each point of the sweep of a job, or `draft` if it has none."""
+    """Return a draft for each point of the job's sweep, or only `draft` without a sweep."""
     if LABEL not in draft.values:
         return [draft]
     try:
@@ -225,7 +227,7 @@ def _require_points(drafts: Sequence[_Draft], configs: Sequence[AnyJob | None]) 
 def localized(config: AnyJob) -> AnyJob:
     """Return the job with absolute paths for all files that exist on this machine.
 
-    A server needs absolute paths, because its working directory is another one.
+    A server needs absolute paths, because it has another working directory.
     """
     for dotted, name in named_files(config):
         if Path(name).exists():
@@ -249,7 +251,7 @@ def replaced(container: Any, dotted: str, value: str) -> Any:
 def named_files(config: AnyJob) -> list[tuple[str, str]]:
     """Return (key, value) of each key that may name a file or directory.
 
-    URLs and the outputs of other jobs are left out.
+    URLs and the outputs of other jobs are excluded.
     """
     return [(key, name) for key, name in _named_places(config) if "://" not in name]
 
@@ -273,7 +275,7 @@ def _named_places(config: AnyJob) -> list[tuple[str, str]]:
 def parse_override(override: str) -> tuple[KeyPath, Any]:
     """Parse `a.b=VALUE` into a key path and a value.
 
-    VALUE is parsed as TOML; if that fails, or if the key takes text, it is used as a bare string.
+    VALUE is parsed as TOML. If parsing fails, or if the key takes text, VALUE is used as a string.
     Raises InvalidInput if `override` is not KEY=VALUE.
     """
     dotted, equals, text = override.partition("=")
@@ -332,7 +334,7 @@ def _apply_override(override: str, draft: _Draft) -> None:
 
 
 def _set_key(values: dict[str, Any], path: KeyPath, value: Any) -> str:
-    """Set the value of a key; return "", or the outer key whose value is not a table."""
+    """Set the value of a key. Return "", or the name of an outer key whose value is not a table."""
     table: Any = values
     for depth, part in enumerate(path[:-1], start=1):
         table = table.setdefault(part, {})

@@ -1,4 +1,4 @@
-"""The job models by method: `method.type` selects the model class of a job."""
+"""The job classes by method: `method.type` selects the class of a job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 def kind_of(values: Any) -> Kind:
-    """Return the model class for an unvalidated job; OnPolicyJob if `method.type` is unknown."""
+    """Return the class of an unvalidated job, or OnPolicyJob if `method.type` is unknown."""
     method = values.get("method") if isinstance(values, dict) else None
     name = method.get("type") if isinstance(method, dict) else None
     return KINDS.get(str(name), OnPolicyJob)

@@ -40,7 +40,7 @@ class Parsed:
     lines: Mapping[KeyPath, int]
 
     def line_of(self, path: KeyPath) -> int:
-        """Return the line of a key, or of the innermost table around it; 0 if neither is found."""
+        """Return the line of a key, or of the innermost table around it; 0 if both are unknown."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.lines:
                 return self.lines[path[:end]]
@@ -50,8 +50,8 @@ class Parsed:
 def parse(text: str, suffix: str) -> Parsed:
     """Parse TOML (suffix ".toml") or YAML. Raises SyntaxFault if the text is invalid.
 
-    Deep nesting and YAML aliases are refused, because a small file could then need unbounded time
-    or memory.
+    Deep nesting and YAML aliases are refused, because they allow a small file to need unbounded
+    time or memory.
     """
     try:
         return _parse_toml(text) if suffix == ".toml" else _parse_yaml(text)
@@ -96,7 +96,7 @@ def _toml_lines(text: str) -> Mapping[KeyPath, int]:
 
 
 def _insert_indices(path: KeyPath, lengths: Mapping[KeyPath, int]) -> KeyPath:
-    """Insert after each list of tables the index of its last table, to which a header refers."""
+    """Insert after each list of tables the index of its last table, which a header refers to."""
     full_path: KeyPath = ()
     for part in path:
         full_path = (*full_path, part)

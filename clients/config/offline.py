@@ -1,4 +1,4 @@
-"""The model of offline training: a job file with `method.type = "offline"`."""
+"""The keys of offline training: a job file with `method.type = "offline"`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class OfflineData(PromptKeys):
     image_folder: Name | None = None
     """Folder of the images that the store names. Default: the folder of the captured data."""
     tokenizer: Name = "same"
-    """same: as the student's, or refused. auto: any. A directory or hub id: any, found there."""
+    """same: only the student's. auto: any tokenizer. A directory or hub id: the tokenizer in it."""
     roles: dict[Name, Name] = {}  # noqa: RUF012 (pydantic copies it)
-    """Special tokens of the store by those of the student, if not found; see docs/pairs.md."""
+    """Counterparts of special tokens, student = store, if not detected; see docs/pairs.md."""
     prompts: Name | None = None
     """With another tokenizer: the captured data set, if its prompts are in a chat template."""
     eval_path: str | None = None
@@ -38,7 +38,7 @@ class OfflineData(PromptKeys):
     prompt_column: str = "prompt"
     """Column of `eval_prompts` and `prompts` with the prompt."""
     messages_column: Name | None = None
-    """Column of both with a conversation instead; as in `on_policy`."""
+    """Column of `eval_prompts` and `prompts` with a conversation instead; as in `on_policy`."""
     answer_column: str = "answer"
     """Column of `eval_prompts` with the reference answer."""
 
@@ -49,7 +49,7 @@ class OfflineData(PromptKeys):
 
     @property
     def training_paths(self) -> list[tuple[str, str]]:
-        """The store that the job learns from, with its key in the job file."""
+        """The training store, with its key in the job file."""
         return [("data.path", self.path)]
 
     @property
@@ -68,7 +68,7 @@ class OfflineConfig(Table):
     cross_entropy: Annotated[float, Field(ge=0)] = 0.0
     """Weight w of the cross-entropy of the stored tokens: loss = KL + w * cross-entropy."""
     match: Literal["row", "chunk", "word"] = "row"
-    """With another tokenizer: row: head ids where words begin. chunk, word: likelihoods (ALM)."""
+    """With another tokenizer: row: head ids at word beginnings. chunk, word: likelihoods (ALM)."""
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     """Required number of head ids per stored row; other stores are refused. Default: any."""
     temperature: Annotated[float, Field(ge=1e-3)] | None = None
@@ -76,7 +76,7 @@ class OfflineConfig(Table):
     teacher_fingerprint: str | None = None
     """Required fingerprint of the store's teacher; other stores are refused. Default: any."""
     on_policy_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of a step's stored prompts that the student answers and `teacher.address` scores."""
+    """Share of a step's prompts that the student answers and `teacher.address` scores."""
     max_new_tokens: Count = 256
     """Maximum number of tokens of an answer that the student samples."""
 
@@ -191,12 +191,12 @@ class OfflineJob(TrainingJob):
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of an answer, at most; the prompts are those of the store."""
+        """Maximum number of tokens of an answer. The prompts come from the store."""
         return self.method.max_new_tokens
 
     @property
     def answers_per_step(self) -> int:
-        """Number of stored prompts that the student answers in one process, at most."""
+        """Maximum number of stored prompts that the student answers per process and step."""
         answers = self.method.on_policy_fraction * self.train.prompts_per_step
         return math.ceil(answers / self.processes)
 
@@ -218,6 +218,6 @@ class OfflineJob(TrainingJob):
 
     @property
     def stores(self) -> Mapping[str, str]:
-        """The training store and, if the job names one, the held-out store."""
+        """The training store, and the held-out store if the job has one."""
         held_out = {} if self.data.eval_path is None else {"data.eval_path": self.data.eval_path}
         return {"data.path": self.data.path, **held_out}

@@ -1,4 +1,4 @@
-"""The model of on-policy distillation: a job file with `method.type = "on_policy"` (default)."""
+"""The keys of on-policy distillation: a job file with `method.type = "on_policy"` (default)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOP_K_WITH_DRAWS, TOP_K_WITHOUT_DRAWS = 16, 64
 
 
 class OnPolicyTeacher(OtherTokens, TeacherConfig):
-    """A teacher service, with the rows to ask for; its tokenizer may be another one."""
+    """A teacher service and its row settings. Its tokenizer may differ from the student's."""
 
 
 class OnPolicyConfig(Table):
@@ -46,12 +46,16 @@ class OnPolicyConfig(Table):
     divergence: Literal["reverse_kl", "forward_kl"] = "reverse_kl"
     """reverse_kl: KL(student||teacher). forward_kl: KL(teacher||student)."""
     head: Literal["student", "teacher"] = "student"
-    """reverse_kl: whose likeliest ids a row has; teacher: noisier, for one that takes no ids."""
+    """reverse_kl: whose top-k ids form the head. teacher: noisier, for services that score no given
+    ids.
+    """
     tail: OnPolicyTail | None = None
-    """Estimate of the KL over the tail. Default: bucket+draws; forward: bucket+teacher_samples.
-    none, published and sampled are for reproduction."""
+    """Estimator of the KL over the tail. Default: bucket+draws; forward_kl: bucket+teacher_samples.
+    none, published and sampled are for reproduction.
+    """
     horizon: Literal["word", "answer"] = "word"
-    """With another tokenizer: what a token answers for, its word or all that follows (noisier)."""
+    """With another tokenizer: a token's cost is that of its word, or of the whole rest (noisier).
+    """
     rollouts_per_prompt: Count = 1
     """Answers sampled per prompt."""
     max_prompt_tokens: Count = 512
@@ -64,7 +68,7 @@ class OnPolicyConfig(Table):
     @model_validator(mode="before")
     @classmethod
     def _without_removed_keys(cls, values: Any) -> Any:
-        """Drop the key that jobs of an earlier version have at its default."""
+        """Drop a removed key that jobs of an earlier version contain with its default value."""
         if isinstance(values, dict) and values.get("control_variate") is False:
             return {key: value for key, value in values.items() if key != "control_variate"}
         return values
@@ -81,7 +85,7 @@ class OnPolicyConfig(Table):
 
     @property
     def student_head(self) -> bool:
-        """Whether the head ids of a row are the student's, which the teacher is sent."""
+        """Whether the head contains the student's ids, which the trainer sends to the teacher."""
         return self.divergence == "reverse_kl" and self.head == "student"
 
     @property
@@ -184,24 +188,24 @@ class OnPolicyJob(TrainingJob):
 
     @property
     def teacher_context(self) -> str:
-        """Text that only the teacher reads, before the prompt; "": none."""
+        """Text before the prompt that only the teacher reads; "" means none."""
         return self.teacher.context or ""
 
     @property
     def top_k(self) -> int:
-        """Head ids per row. More by default if a row has no ids from the tail."""
+        """Head ids per row. The default is larger if a row has no ids from the tail."""
         if self.teacher.top_k is not None:
             return self.teacher.top_k
         return TOP_K_WITH_DRAWS if self.draws or self.tail_samples else TOP_K_WITHOUT_DRAWS
 
     @property
     def draws(self) -> int:
-        """Ids per row that the student draws from its own tail; 0: the loss reads none."""
+        """Ids per row that the student draws from its own tail; 0 if the loss uses none."""
         return self.teacher.tail_draws if self.method.tail_mode == "bucket+draws" else 0
 
     @property
     def tail_samples(self) -> int:
-        """Ids per row that the teacher draws from its tail; 0: the loss reads none."""
+        """Ids per row that the teacher samples from its tail; 0 if the loss uses none."""
         return self.teacher.tail_draws if self.method.tail_mode == "bucket+teacher_samples" else 0
 
     @property
@@ -211,12 +215,12 @@ class OnPolicyJob(TrainingJob):
 
     @property
     def alignment_keys(self) -> Sequence[str]:
-        """The keys that are set, of those that only apply to tokens aligned by bytes."""
+        """The keys of the job that only apply to tokens aligned by bytes."""
         return () if self.method.horizon == "word" else ("method.horizon",)
 
     @property
     def row_request(self) -> RowRequest:
-        """What the job asks its teachers for."""
+        """The rows that the job requests from its teachers."""
         return RowRequest(
             top_k=self.top_k,
             top_k_key="teacher.top_k",
@@ -232,7 +236,7 @@ class OnPolicyJob(TrainingJob):
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of a prompt with its answer, at most."""
+        """Maximum number of tokens of a prompt with its answer."""
         return self.method.max_prompt_tokens + self.method.max_new_tokens
 
     @property

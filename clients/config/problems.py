@@ -1,4 +1,4 @@
-"""Turns pydantic's errors about a job into messages with a key, a problem and a suggestion."""
+"""Converts pydantic's errors about a job into messages with a key, a problem and a suggestion."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def fields(
 
 
 def table_in(info: FieldInfo) -> type[BaseModel] | None:
-    """Return the table class of a key, also of an optional one; None if the key holds a value.
+    """Return the table class of a key, also of an optional table; None if the key holds a value.
 
-    A list of tables is a value.
+    A list of tables counts as a value.
     """
     return None if get_origin(info.annotation) is tuple else _table_class(info)
 
@@ -49,7 +49,7 @@ def _table_class(info: FieldInfo) -> type[BaseModel] | None:
 
 
 def holds_text(path: KeyPath) -> bool:
-    """Return True if the key is a string in some method, and takes no number, boolean or list."""
+    """Return True if the key is a string in some method, and accepts no number, boolean or list."""
     infos = (fields(kind).get(path) for kind in KINDS.values())
     type_options = [(info.annotation, *get_args(info.annotation)) for info in infos if info]
     other_types = (bool, int, float)
@@ -66,7 +66,8 @@ def describe(
 ) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key, message) for one pydantic error of `model`.
 
-    A missing table yields each of its required keys; a missing value of a list, the list's key.
+    For a missing table, yields each of its required keys. For a missing value in a list, yields the
+    key of the list.
     """
     path = tuple(str(part) for part in error["loc"])
     match error["type"]:
@@ -100,7 +101,7 @@ def describe(
 
 
 def _array_example(path: KeyPath, model: type[BaseModel]) -> str:
-    """Return an example of the list of a key, to append to the message; "" if there is none."""
+    """Return an example of the list of a key, to append to the message, or ""."""
     if (info := fields(model).get(path)) is None:
         return ""
     if _table_class(info) is not None:
@@ -109,7 +110,7 @@ def _array_example(path: KeyPath, model: type[BaseModel]) -> str:
 
 
 def _suggest_key(path: KeyPath, model: type[BaseModel]) -> str:
-    """Return a suggestion for an unknown key, to append to the message; "" if there is none."""
+    """Return a suggestion for an unknown key, to append to the message, or ""."""
     table, name = path[:-1], path[-1]
     if (listed := _listed_table(table, model)) is not None:
         known_keys = ", ".join(map(repr, listed.model_fields))
@@ -139,7 +140,7 @@ def _suggest_similar(name: str, names: Iterable[str]) -> str:
 
 
 def _listed_table(path: KeyPath, model: type[BaseModel]) -> type[BaseModel] | None:
-    """Return the class of a table in a list, by its path (a key and a number); otherwise None."""
+    """Return the class of a table in a list by its path (a key and an index), or None."""
     if not path or not path[-1].isdigit():
         return None
     info = fields(model).get(path[:-1])

@@ -1,4 +1,4 @@
-"""The model of reinforcement learning: a job file with `method.type = "rl"`.
+"""The keys of reinforcement learning: a job file with `method.type = "rl"`.
 
 Each option's source is in docs/methods.md.
 """
@@ -30,7 +30,7 @@ from clients.data.prompt_format import PromptFormat
 
 
 class RLTeacher(OtherTokens, TeacherLink):
-    """A teacher service; its tokenizer may have other special tokens than the student's."""
+    """A teacher service. Its tokenizer may have other special tokens than the student's."""
 
 
 class RLJob(TrainingJob):
@@ -47,12 +47,12 @@ class RLJob(TrainingJob):
     """The table `teacher` adds a KL to a teacher service, weighted by `method.teacher_beta`."""
     anchor: AnchorConfig = AnchorConfig()
     reward: Annotated[RewardConfig | None, Field(validate_default=True)] = None
-    """The reward function. Without it, the student learns from the KL alone."""
+    """The reward function. Without this table, the student only minimises the KL."""
     rollouts: RolloutsConfig = RolloutsConfig()
     environment: SearchConfig | None = None
     """The search engine that the student may call while it answers."""
     data: Annotated[DataConfig | None, Field(validate_default=True)] = None
-    """The prompts. Leave the table out if a reasoning_gym task generates them."""
+    """The prompts. Omit the table if a reasoning_gym task generates the prompts."""
 
     @field_validator("method")
     @classmethod
@@ -266,14 +266,14 @@ class RLJob(TrainingJob):
         return self.reward is not None and self.method.reward_weight > 0
 
     def _weighs_sampled_tokens(self, has_kl: bool) -> bool:
-        """Return whether a term of the loss is multiplied by importance weights."""
+        """Return whether the loss has a term that is multiplied by importance weights."""
         method = self.method
         is_kl_sampled = method.top_k == 0 or method.tail_mode not in UNWEIGHTED
         return self._learns_from_reward or method.kl_in == "reward" or (has_kl and is_kl_sampled)
 
     @property
     def prompt_format(self) -> PromptFormat:
-        """The format of the prompts, of the data set or of the reasoning_gym task."""
+        """The format of the prompts of the data set or of the reasoning_gym task."""
         if self.data is not None:
             return self.data.prompt_format
         assert self.reward is not None, "one of them has the prompts"
@@ -281,7 +281,7 @@ class RLJob(TrainingJob):
 
     @property
     def draws(self) -> int:
-        """Ids per row that the student draws from its own tail; 0: the loss reads none."""
+        """Ids per row that the student draws from its own tail; 0 if the loss uses none."""
         method = self.method
         # With teacher_beta = 0 the KL to the teacher is only measured.
         computes_kl = method.beta > 0 or self.teacher is not None
@@ -296,7 +296,7 @@ class RLJob(TrainingJob):
 
     @property
     def row_request(self) -> RowRequest:
-        """What the job asks its teacher for."""
+        """The rows that the job requests from its teacher."""
         method = self.method
         return RowRequest(
             top_k=method.top_k,
@@ -313,24 +313,24 @@ class RLJob(TrainingJob):
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of a prompt with its answer, at most."""
+        """Maximum number of tokens of a prompt with its answer."""
         return self.method.max_prompt_tokens + self.method.max_new_tokens
 
     @property
     def sequences_per_update(self) -> int:
-        """Number of answers of one process in an update, at most: whole groups."""
+        """Maximum number of answers per process and update; only whole groups."""
         prompts = self.train.prompts_per_step / self.method.updates_per_step / self.processes
         return self.rollouts_per_prompt * math.ceil(prompts)
 
     @property
     def max_processes(self) -> int:
-        """Largest number of processes that each get a prompt of every update."""
+        """Largest number of processes for which each process gets a prompt in every update."""
         prompts = self.train.prompts_per_step // self.method.updates_per_step
         return min(super().max_processes, prompts)
 
     @property
     def answers_per_step(self) -> int:
-        """Number of answers that one process samples in a step, at most: whole groups."""
+        """Maximum number of answers that one process samples per step; only whole groups."""
         prompts = math.ceil(self.train.prompts_per_step / self.processes)
         return self.rollouts_per_prompt * prompts
 
@@ -346,24 +346,24 @@ class RLJob(TrainingJob):
 
     @property
     def has_critic(self) -> bool:
-        """Whether the advantages are of a critic."""
+        """Whether a critic computes the advantages."""
         return self.method.advantages == "gae"
 
     @property
     def learns_from_head(self) -> bool:
-        """Whether the loss has a KL over a head; rewards alone may move the mass anywhere."""
+        """Whether the loss has a KL over a head."""
         method = self.method
         has_kl = method.beta > 0 or (self.teacher is not None and method.teacher_beta > 0)
         return has_kl and bool(method.top_k) and method.kl_in == "loss"
 
     @property
     def learns_from_groups(self) -> bool:
-        """Whether the advantages come from groups; a critic needs no differences in them."""
+        """Whether the advantages are differences within groups. With a critic they are not."""
         return self._learns_from_reward and not self.has_critic
 
     @property
     def data_files(self) -> Sequence[DataFile]:
-        """The prompts, and the passages of a retriever that is no service."""
+        """The prompts, and the passages if the retriever is a file."""
         files = []
         if self.data is not None:
             needs_answers = self.reward is not None and self.reward.needs_reference

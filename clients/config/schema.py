@@ -21,7 +21,7 @@ _SWEEP = {
 
 
 def schema_of(kinds: Sequence[Kind]) -> dict[str, Any]:
-    """Return the schema of files with one job of these kinds, or several in `[[job]]` tables.
+    """Return the schema of files with one job of these kinds, or with several in `[[job]]` tables.
 
     A required key stays required even if the table `sweep` has a list for it.
     """

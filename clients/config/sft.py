@@ -1,4 +1,4 @@
-"""The model of supervised fine-tuning: a job file with `method.type = "sft"`."""
+"""The keys of supervised fine-tuning: a job file with `method.type = "sft"`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SFTConfig(Table):
     type: Literal["sft"]
     """The method."""
     train_on: Literal["last", "all"] = "last"
-    """last: a conversation's last assistant message. all: all of them; needs {% generation %}."""
+    """last: the last assistant message. all: all assistant messages; needs {% generation %}."""
     max_tokens: Annotated[int, Field(ge=2, lt=2**31)] = 2048
     """Longer sequences, prompt and answer, are skipped and counted."""
     max_new_tokens: Count = 256
@@ -61,17 +61,17 @@ class SFTJob(TrainingJob):
 
     @property
     def learns_all_turns(self) -> bool:
-        """Whether every message of the assistant is learned."""
+        """Whether every assistant message is trained."""
         return self.method.train_on == "all"
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of a prompt with its answer, at most."""
+        """Maximum number of tokens of a prompt with its answer."""
         return self.method.max_tokens
 
     @property
     def learns_from_head(self) -> bool:
-        """Always false: there is no teacher."""
+        """Always false, because there is no teacher."""
         return False
 
     @property

@@ -20,7 +20,7 @@ _MAX_CHARS = 60
 
 
 class SweepFault(ValueError):
-    """The table is invalid: `path` is the key inside it, () for all of it."""
+    """The table `sweep` is invalid. `path`: the key inside the table; () means the whole table."""
 
     def __init__(self, path: KeyPath, message: str) -> None:
         super().__init__(message)
@@ -32,7 +32,7 @@ class SweepFault(ValueError):
 class SweepPoint:
     """One combination of the values of a sweep: `values` by key.
 
-    `texts` has each value by its full key; `suffix` is appended to the name of the job.
+    `texts`: each value as text, by its full key. `suffix`: appended to the name of the job.
     """
 
     values: Mapping[KeyPath, Any]
@@ -41,9 +41,9 @@ class SweepPoint:
 
 
 def points_of(table: Any) -> Sequence[SweepPoint]:
-    """Return the product of the lists, in their order; the last key changes fastest.
+    """Return all combinations of the lists, in order. The last key changes fastest.
 
-    Raises SweepFault if `table` has no lists of different values, or too many combinations.
+    Raises SweepFault if a list is empty or has equal values, or if there are too many combinations.
     """
     lists = _collect_lists(table)
     number = math.prod(map(len, lists.values()))
@@ -69,7 +69,7 @@ def points_of(table: Any) -> Sequence[SweepPoint]:
 
 
 def _collect_lists(table: Any) -> Mapping[KeyPath, Sequence[Any]]:
-    """Return the list of each key; "a.b" in quotes is the same key as b in the table a."""
+    """Return the list of each key. "a.b" in quotes is the same key as b in the table a."""
     list_by_key: dict[KeyPath, Sequence[Any]] = {}
     for key, listed in _iterate_entries(table, ()) if isinstance(table, dict) else ():
         if not isinstance(listed, list) or not listed:
@@ -93,7 +93,7 @@ def _collect_lists(table: Any) -> Mapping[KeyPath, Sequence[Any]]:
 
 
 def _are_equal(first: Any, second: Any) -> bool:
-    """Return whether two values make equal jobs: 1 and 1.0 do, 1 and true do not."""
+    """Return whether two values make equal jobs. 1 and 1.0 do; 1 and true do not."""
     if isinstance(first, bool) is not isinstance(second, bool):
         return False
     return bool(first == second) or _format_json(first) == _format_json(second)  # nan

@@ -1,4 +1,4 @@
-"""Refuses keys that have no effect, or that do not go together with the other keys of a job."""
+"""Refuses keys without effect, and keys that are incompatible with other keys of a job."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Rule = tuple[bool, str, str]
 
 
 def refuse_unused(job: Job, rules: Iterable[Rule]) -> Job:
-    """Return `job`. Raises ValidationError, with an error at each key that is set but not used.
+    """Return `job`. Raises ValidationError with an error at each key that is set but not used.
 
-    A key is set if its value is not its default: a resolved job lists every key, so a default that
-    was written down cannot be told from one that was not.
+    A key counts as set if its value is not its default: a resolved job contains every key, so an
+    explicit default cannot be distinguished from an implicit default.
     """
     errors: list[InitErrorDetails] = []
     for is_used, keys, remedy in rules:
@@ -33,7 +33,7 @@ def refuse_unused(job: Job, rules: Iterable[Rule]) -> Job:
 
 
 def refusal(job: BaseModel, key: str, problem: str) -> ValidationError:
-    """Return an error at a key of `job`, whose names are separated by dots."""
+    """Return an error at a key of `job`; dots separate the parts of the key."""
     path = tuple(key.split("."))
     value, _ = _value_and_default(job, path)
     refused_error = PydanticCustomError("refused_key", problem)

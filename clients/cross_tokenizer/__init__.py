@@ -1,1 +1,1 @@
-"""The tokens of two tokenizers for one text, aligned by bytes. Needs numpy; no torch."""
+"""Alignment by bytes of two tokenizers' tokens for one text. Needs numpy, not torch."""

@@ -1,14 +1,15 @@
-"""Aligns the tokens of an answer with those of another tokenizer for the same text.
+"""Aligns the tokens of an answer with another tokenizer's tokens for the same text.
 
-The writer is the tokenizer of the answer's tokens, the reader the other one. On-policy the student
-is the writer and the teacher the reader; for a store it is the other way round.
+The writer is the tokenizer of the answer's tokens; the reader is the other tokenizer. On-policy,
+the student is the writer and the teacher the reader. For a store, the teacher is the writer.
 
-A chunk is a shortest run of the writer's tokens that has the same bytes as a run of the reader's:
-it ends where both have a boundary. With equal tokenizers each token is a chunk.
+A chunk is a shortest run of the writer's tokens that has the same bytes as a run of the reader's
+tokens: a chunk ends where both tokenizers have a token boundary. With equal tokenizers, each token
+is a chunk.
 
-A word is a run of chunks from one beginning of white space to the next. Tokens of the usual
-tokenizers do not cross words, so the text after a word does not change its tokens. Where a token
-does cross, or where there is no white space, a word is longer.
+A word is a run of chunks from one beginning of white space to the next. Tokens of common tokenizers
+do not cross words, so the text after a word does not change the tokens of the word. If a token does
+cross words, or if there is no white space, the word is longer.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ _SPACES = np.frombuffer(b" \t\n\r", np.uint8)
 
 @dataclass(frozen=True)
 class Alignment:
-    """An answer of n tokens of the writer, and the reader's T tokens of its text.
+    """The alignment of an answer of n writer tokens with the T reader tokens of its text.
 
     reader_ids [T] int32: the reader's encoding, with its end token if the answer has ended. chunk,
-    word [n], reader_chunk, reader_word [T] int64: the number of each token's chunk and word,
-    ascending; an end is a chunk and a word of its own, and so are tokens that are not read.
-    canonical [n] bool: tokens that the writer has at the same place for the whole text. read [n]
-    bool: tokens of the text that the reader reads, and the end; the first tokens of the answer.
-    settled [n], reader_settled [T] bool: tokens that stay the same if a text without an end goes
-    on. one_to_one [n], reader_one_to_one [T] bool: tokens that are one token of the other. data:
-    the bytes of the text. stopped: the next token after those that are read is a special token,
-    which ends the text but not the answer.
+    word [n], reader_chunk, reader_word [T] int64: indices of each token's chunk and word,
+    ascending. An end token is its own chunk and word, and so is each token that the reader does not
+    read. canonical [n] bool: the writer's encoding of the whole text has this token at this
+    position. read [n] bool: tokens of the text that the reader reads, and the end; these are the
+    first tokens of the answer. settled [n], reader_settled [T] bool: tokens that cannot change if a
+    text without an end continues. one_to_one [n], reader_one_to_one [T] bool: tokens that equal one
+    token of the other tokenizer. data: the bytes of the text. stopped: a special token follows the
+    read tokens; this token ends the text but not the answer.
     """
 
     reader_ids: NDArray[np.int32]
@@ -61,17 +62,18 @@ class Aligner:
     """Aligns the answers of one tokenizer with the tokens of another."""
 
     def __init__(self, writer: ByteTokenizer, reader: ByteTokenizer, reader_end: int) -> None:
-        """`reader_end`: the id with which the reader ends an answer."""
+        """`reader_end`: the id of the reader's end token."""
         self.writer = writer
         self.reader = reader
         self.reader_end = reader_end
 
     def align(self, ids: NDArray[np.int32], *, has_end: bool) -> Alignment | None:
-        """Return the alignment of an answer; None if no text of it can be aligned.
+        """Return the alignment of an answer, or None if no text of the answer can be aligned.
 
-        `ids` [n]: its tokens; `has_end`: the last one is the writer's end token. The text stops
-        before a special token, and before a character that is cut where an answer without an end
-        stops. None: nothing is left then, or the reader's normalization changes the text (NFC).
+        `ids` [n]: the tokens of the answer. `has_end`: the last token is the writer's end token.
+        The text stops before a special token, and before an incomplete character at the end of an
+        answer without an end token. None: no text is left then, or the reader's normalization
+        changes the text (NFC).
         """
         text_length = len(ids) - has_end
         special = np.flatnonzero(self.writer.lengths[ids[:text_length]] == 0)
@@ -124,7 +126,7 @@ class Aligner:
     def _find_canonical(
         self, ids: NDArray[np.int32], ends: NDArray[np.int64], text: str
     ) -> NDArray[np.bool_]:
-        """Return which tokens are the same in the writer's encoding of the complete text."""
+        """Return the tokens that equal the writer's encoding of the complete text."""
         canonical = self.writer.encode(text)
         if not len(canonical):
             return np.zeros(len(ids), np.bool_)
@@ -138,10 +140,10 @@ class Aligner:
 
 @dataclass(frozen=True)
 class Shares:
-    """Figures of texts: tokens of the student, and shares of them or of the texts.
+    """Statistics of texts: the number of the student's tokens, and shares.
 
-    one_to_one: of tokens that are one token of the teacher. left_out: of texts that cannot be
-    aligned, because the teacher's normalization changes them.
+    one_to_one: share of tokens that equal one token of the teacher. left_out: share of texts that
+    cannot be aligned, because the teacher's normalization changes them.
     """
 
     texts: int
@@ -174,7 +176,7 @@ def _word_starts(data: bytes) -> NDArray[np.int64]:
 def _decode_answer(data: bytes, *, is_complete: bool) -> str:
     """Return the text, with invalid UTF-8 bytes encoded by "surrogateescape".
 
-    `is_complete`: no bytes would follow; otherwise an incomplete character at the end is left out.
+    `is_complete`: no bytes follow. Otherwise an incomplete character at the end is removed.
     """
     decoder = getincrementaldecoder("utf-8")("surrogateescape")
     return decoder.decode(data, final=is_complete)

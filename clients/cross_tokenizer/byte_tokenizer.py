@@ -1,7 +1,7 @@
-"""A tokenizer as bytes: from the text of an answer to token ids, and from these to their bytes.
+"""A tokenizer on bytes: encodes the text of an answer, and returns the bytes of token ids.
 
-The bytes of a token are read from tokenizer.json. `decode()` strings would not do: a token may hold
-a part of a character only, which they show as U+FFFD.
+The bytes of a token are read from tokenizer.json. `decode()` is not sufficient: a token may contain
+only a part of a character, which `decode()` returns as U+FFFD.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _CONTEXT_FREE_DECODERS = {
 class ByteTokenizer:
     """Encodes the text of an answer, and returns the bytes of token ids.
 
-    An answer follows a prompt: the tokenizer adds no special tokens and no space at its start, and
-    reads the name of a special token as ordinary text. `lengths` [V] int64: bytes of each token, 0
-    for special tokens and unused ids, which stand for no text.
+    An answer follows a prompt. The tokenizer therefore adds no special tokens and no leading space,
+    and encodes the name of a special token as ordinary text. `lengths` [V] int64: bytes of each
+    token; 0 for special tokens and unused ids.
     """
 
     def __init__(self, document: Mapping[str, Any], label: str, field: str) -> None:
         """`document`: the content of a tokenizer.json.
 
-        `label` and `field`, such as "teacher" and "teacher.tokenizer", are for the error: raises
-        InvalidInput if the tokens of this kind of tokenizer have no bytes of their own.
+        `label` and `field`, such as "teacher" and "teacher.tokenizer", are used in the error.
+        Raises InvalidInput if tokens of this kind of tokenizer have no bytes.
         """
         self._tokenizer = _load_backend(document)
         try:
@@ -73,8 +73,8 @@ class ByteTokenizer:
     def encode(self, text: str) -> NDArray[np.int32]:
         """Return the token ids [T] of a text.
 
-        Invalid UTF-8 bytes, encoded in `text` by Python's "surrogateescape", become the tokens of
-        these bytes. They are left out if the vocabulary has no such tokens.
+        Invalid UTF-8 bytes, encoded in `text` by Python's "surrogateescape", become byte tokens.
+        They are removed if the vocabulary has no byte tokens.
         """
         if not _INVALID_BYTES.search(text):
             return self._encode_valid(text)
@@ -93,7 +93,7 @@ class ByteTokenizer:
         return np.cumsum(self.lengths[ids])
 
     def data(self, ids: NDArray[np.int32]) -> bytes:
-        """Return the bytes that the tokens stand for, joined."""
+        """Return the concatenated bytes of the tokens."""
         lengths, ends = self.lengths[ids], self.ends(ids)
         shift = np.repeat(self._offsets[ids] - (ends - lengths), lengths)
         return self._bytes[shift + np.arange(len(shift))].tobytes()
@@ -169,7 +169,7 @@ def _decoder_types(decoder: Any) -> Iterator[str]:
 
 
 def _from_characters(token: str, table: Mapping[int, int]) -> bytes:
-    """Return the bytes of a byte-level token, or of a text that is stored beside such tokens."""
+    """Return the bytes of a byte-level token, or of an added token that is stored as text."""
     try:
         return bytes([table[ord(character)] for character in token])
     except KeyError:

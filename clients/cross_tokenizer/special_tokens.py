@@ -1,7 +1,8 @@
-"""Tokenizers that differ in their special tokens only, such as those of Qwen2.5 and R1-Distill.
+"""Tokenizers that differ only in special tokens, such as those of Qwen2.5 and R1-Distill.
 
-Both have the same ordinary tokens at the same ids. Each token that only one of them has is paired
-with one of the other, so that a row of the teacher is one of the student's ids in another order.
+Both tokenizers have the same ordinary tokens at the same ids. Each token that only one tokenizer
+has is paired with a token of the other tokenizer. A teacher's row is then a permutation of a row
+over the student's ids.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ FIELD = "teacher.roles"
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The tokens of a tokenizer by id, "" for an unused id, and what its added ones are for.
+    """The tokens of a tokenizer by id ("" for an unused id), and the roles of its added tokens.
 
-    special: ids that stand for no text. text: added ids that stand for text, such as <think> of
-    Qwen3. ends: the id that ends an answer, and the end-of-sequence id; -1: none.
+    special: ids without text. text: added ids with text, such as <think> of Qwen3. ends: the id
+    that ends an answer, and the end-of-sequence id; -1 means none.
     """
 
     tokens: Sequence[str]
@@ -51,9 +52,9 @@ class SpecialTokens:
 
     @classmethod
     def in_directory(cls, model: Path) -> SpecialTokens | None:
-        """Return the roles of a Hugging Face directory, whose answers end with its eos_token.
+        """Return the roles of a Hugging Face directory, with eos_token as the end of answers.
 
-        None if its files cannot be interpreted.
+        None if the files cannot be interpreted.
         """
         tokens = tokens_in(model)
         try:
@@ -70,12 +71,12 @@ class SpecialTokens:
         return cls(tokens, special, text, (number, number))
 
     def is_ordinary(self, number: int) -> bool:
-        """Return whether the id has a token that was not added to the vocabulary."""
+        """Return whether the id has a token that is not an added token."""
         is_added = number in self.special or number in self.text
         return bool(self.token(number)) and not is_added
 
     def token(self, number: int) -> str:
-        """Return the token of an id, "" if it has none."""
+        """Return the token of an id, or ""."""
         return self.tokens[number] if number < len(self.tokens) else ""
 
 
@@ -83,9 +84,9 @@ class SpecialTokens:
 class SpecialTokenMap:
     """The teacher's id of each id of the student.
 
-    ids [n] int32: a permutation of 0 to n - 1. pairs: the tokens of student and teacher that have
-    the same role. missing: tokens that stand for text and have no role in the other tokenizer: what
-    they mean is spelled with other tokens there.
+    ids [n] int32: a permutation of 0 to n - 1. pairs: tokens of student and teacher with the same
+    role. missing: tokens with text and without a counterpart; the other tokenizer encodes this text
+    with ordinary tokens.
     """
 
     ids: NDArray[np.int32]
@@ -98,9 +99,9 @@ def map_special_tokens(
 ) -> SpecialTokenMap | None:
     """Pair the added tokens of two tokenizers; None if their ordinary tokens differ.
 
-    `explicit_pairs`: tokens of the teacher by the student's. Tokens without an explicit pair are
-    paired if both end an answer, both end a sequence, or both have the same text. The others, which
-    do not occur in answers, are paired such that the fewest ids change. Raises InvalidInput, naming
+    `explicit_pairs`: tokens of the teacher by the student's token. Other tokens are paired if both
+    end an answer, both end a sequence, or both have the same text. The remaining tokens, which do
+    not occur in answers, are paired such that the fewest ids change. Raises InvalidInput, naming
     `teacher.roles`, if a token of `explicit_pairs` does not exist or occurs twice.
     """
     count = max(len(student.tokens), len(teacher.tokens))
@@ -176,7 +177,7 @@ def _pair_roles(
 
 
 def _pair_remaining(teacher_by_student: dict[int, int], added_ids: Sequence[int]) -> None:
-    """Pair the ids without a role: each with itself if unused, otherwise in ascending order."""
+    """Pair the ids without a role: an unused id with itself, the others in ascending order."""
     used_ids = set(teacher_by_student.values())
     teacher_by_student |= {
         token_id: token_id

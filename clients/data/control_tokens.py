@@ -1,10 +1,10 @@
-"""Control tokens, such as <|im_end|>, whose names are part of a text.
+"""Escapes names of control tokens, such as <|im_end|>, inside the texts of a conversation.
 
-A chat template writes control tokens between the texts of a conversation. Inside a text the same
-characters are text: a user who asks what <|im_end|> means must not end the turn, and an answer that
-explains it must not teach the token. `mark_names` puts placeholders of the same length in place of
-the names before the template is applied, and `marked_ids` encodes the result: the names that the
-template has written are control tokens, the placeholders are the characters of the names.
+A chat template writes control tokens between the texts of a conversation. Inside a text, the same
+characters must be encoded as text: a user message about <|im_end|> must not end the turn, and an
+answer about <|im_end|> must not train this token. `mark_names` replaces the names by placeholders
+of the same length before the template is applied. `marked_ids` encodes the result: names written by
+the template become control tokens, and placeholders become the characters of the names.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Change = Callable[[Mapping[str, Any]], dict[str, Any]]
 class _ControlTokens:
     """The control tokens of a tokenizer.
 
-    names: sorted. pattern: matches any of them; None without any. logged: the names of which the
-    log has told. backends: copies of the tokenizer with private names, by the change made to it.
+    names: sorted. pattern: matches any name; None without names. logged: names that were already
+    logged. backends: copies of the tokenizer with private names, by the change made to each copy.
     """
 
     names: list[str]
@@ -48,7 +48,7 @@ class _ControlTokens:
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Any) -> _ControlTokens:
-        """Read them; a tokenizer that is not one of the package `tokenizers` has none."""
+        """Read the control tokens. A tokenizer outside the package `tokenizers` has none."""
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             return cls([], None)
         added_tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
@@ -63,11 +63,11 @@ _CONTROL_TOKENS: WeakKeyDictionary[Any, _ControlTokens] = WeakKeyDictionary()
 
 
 def mark_names(tokenizer: Any, text: str, location: str, *, is_answer: bool = False) -> str:
-    """Return a text with placeholders in place of the names of control tokens.
+    """Return a text with placeholders instead of the names of control tokens.
 
-    `is_answer`: a name at the very end of the text stays, as it ends the answer. The first
-    occurrence of each name is logged, with `location`. Raises InvalidInput if the text has private
-    characters, which placeholders use.
+    `is_answer`: a name at the very end of the text is kept, because it ends the answer. The first
+    occurrence of each name is logged with `location`. Raises InvalidInput if the text contains
+    private characters, which are reserved for placeholders.
     """
     control = _control_tokens_of(tokenizer)
     if control.pattern is None or control.pattern.search(text) is None:
@@ -93,10 +93,10 @@ def mark_names(tokenizer: Any, text: str, location: str, *, is_answer: bool = Fa
 
 
 def mark_names_in(tokenizer: Any, conversation: Conversation, location: str) -> Conversation:
-    """Return a conversation with every text in it as `mark_names` returns it.
+    """Apply `mark_names` to every text of a conversation.
 
-    It is `conversation` itself if no text has such a name: private characters in it are then no
-    placeholders. Raises InvalidInput if one text has a name, and any of them private characters.
+    Returns `conversation` unchanged if no text contains a name; private characters are then
+    allowed. Raises InvalidInput if one text has a name, and any text has private characters.
     """
     has_placeholders = has_private_characters = False
 
@@ -129,15 +129,15 @@ def mark_names_in(tokenizer: Any, conversation: Conversation, location: str) -> 
 
 
 def marked_ids(tokenizer: Any, text: str, change: Change | None = None) -> list[int]:
-    """Return the token ids of a text with placeholders, without further special tokens.
+    """Return the token ids of a text with placeholders. No special tokens are added.
 
-    `change`: of the document tokenizer.json of the tokenizer, before it encodes.
+    `change`: a function applied to the tokenizer.json document of the tokenizer before encoding.
     """
     return list(encode_marked(tokenizer, text, change).ids)
 
 
 def encode_marked(tokenizer: Any, text: str, change: Change | None = None) -> Any:
-    """Return the encoding of a text with placeholders; its offsets are those of `text`."""
+    """Return the encoding of a text with placeholders. Offsets refer to `text`."""
     control = _control_tokens_of(tokenizer)
     if change not in control.backends:
         control.backends[change] = _with_private_names(tokenizer, control.names, change)

@@ -50,13 +50,12 @@ class Conversation:
         return text_of_content(self.messages[-1].get("content")) if self.is_answered else ""
 
     def unanswered(self) -> Conversation:
-        """Return the conversation without its last message if that is the assistant's."""
+        """Return the conversation without a final assistant message."""
         return replace(self, messages=self.messages[:-1]) if self.is_answered else self
 
     def up_to_answer(self) -> Conversation:
-        """Return the conversation up to its last assistant message that is learned.
-
-        It is empty if there is none.
+        """Return the conversation up to its last trained assistant message, or an empty
+        conversation.
         """
         end = len(self.messages)
         while end and not is_learned(self.messages[end - 1]):
@@ -64,9 +63,9 @@ class Conversation:
         return replace(self, messages=self.messages[:end])
 
     def prefixed(self, text: str) -> Conversation:
-        """Return the conversation with `text` before its last user message.
+        """Insert `text` before the last user message.
 
-        Without a user message, `text` is one, at the end.
+        Without a user message, `text` becomes a user message at the end.
         """
         messages = list(self.messages)
         for number in reversed(range(len(messages))):
@@ -78,29 +77,29 @@ class Conversation:
 
 
 def is_learned(message: Message) -> bool:
-    """Return whether a message is one of the assistant without `weight = 0` or `train = false`."""
+    """Return whether a message is an assistant message without `weight = 0` or `train = false`."""
     is_off = message.get("weight") == 0 or message.get("train") is False
     return bool(message["role"] == "assistant" and not is_off)
 
 
 def has_content(message: Message) -> bool:
-    """Return whether an assistant's message has a text, reasoning or a tool call."""
+    """Return whether an assistant message has a text, reasoning or a tool call."""
     parts = (message.get(key) for key in ("tool_calls", *REASONING))
     return any(parts) or bool(text_of_content(message.get("content")).strip())
 
 
 def columns_named(context: str) -> Sequence[str]:
-    """Return the columns of the data that a context names, apart from {prompt} and {answer}."""
+    """Return the data columns in a context text, without {prompt} and {answer}."""
     return [name for name in _COLUMN.findall(context) if name not in ("prompt", "answer")]
 
 
 def with_context(
     conversation: Conversation, context: str, columns: Mapping[str, Any], field: str
 ) -> Conversation:
-    """Return a conversation with `context` before its last user message.
+    """Insert `context` before the last user message of a conversation.
 
-    `context` may contain {column} for each of `columns`. Raises InvalidInput, naming `field`, the
-    key of the context, if a column does not exist.
+    `context` may contain {column} for each of `columns`. Raises InvalidInput, naming `field` (the
+    key of the context), if a column does not exist.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -128,12 +127,12 @@ def conversation_in(
     """Return the conversation in a column of a record, with the tools in its column `tools`.
 
     `location` describes the record in messages, such as `row 3 of data.jsonl`. `images`: number of
-    its images; None: the job has no images. With images, a content may be a list of parts, like
-    {"type": "image"} and {"type": "text", "text": "..."}, with one place for each image. Keys
-    without a value are left out: Parquet adds them to every message.
+    images of the record; None if the job has no images. With images, a content may be a list of
+    parts, such as {"type": "image"} and {"type": "text", "text": "..."}, with one image part per
+    image. Null keys, which Parquet adds to every message, are removed.
 
-    Raises InvalidInput if the column is missing or holds something else, or if a message has no
-    text; the assistant's tool calls need none.
+    Raises InvalidInput if the column is missing or has another type, or if a message has no text.
+    Assistant messages with tool calls need no text.
     """
     raw_messages = record.get(column)
     if not isinstance(raw_messages, list) or not all(map(_is_message, raw_messages)):
@@ -152,7 +151,7 @@ def conversation_in(
 
 
 def require_question(conversation: Conversation, location: str) -> None:
-    """Raise InvalidInput if nothing is before the assistant's answer, which ends a conversation."""
+    """Raise InvalidInput if no message precedes the final assistant message."""
     if not conversation.unanswered().messages:
         raise InvalidInput(
             f"the conversation of {location} has no message before the assistant's answer",
@@ -202,7 +201,7 @@ def _check_message(message: Message, location: str, *, parts: bool) -> None:
 
 
 def _without_nulls(message: Message) -> Message:
-    """Return a message without the keys that have no value, also in the parts of its content."""
+    """Return a message without null keys, also in the parts of its content."""
     fields = {key: value for key, value in message.items() if value is not None}
     if isinstance(content := fields.get("content"), list):
         fields["content"] = [
@@ -215,7 +214,7 @@ def _without_nulls(message: Message) -> Message:
 
 
 def _is_part(part: Any) -> bool:
-    """Return whether this is a part of a content: the place of an image, or a text."""
+    """Return whether the value is a content part: an image or a text."""
     match part:
         case {"type": "image", **extra_keys}:
             return not extra_keys
@@ -225,7 +224,7 @@ def _is_part(part: Any) -> bool:
 
 
 def _check_images(messages: Sequence[Message], images: int, location: str) -> None:
-    """Raise InvalidInput unless the messages have one place for each image."""
+    """Raise InvalidInput unless the messages have one image part per image."""
     contents = [
         message["content"] for message in messages if isinstance(message.get("content"), list)
     ]
@@ -240,7 +239,7 @@ def _check_images(messages: Sequence[Message], images: int, location: str) -> No
 
 
 def _parse_tools(value: Any, location: str) -> tuple[Mapping[str, Any], ...] | None:
-    """Return tools that are a list of objects, or JSON text of one, as Parquet files have it."""
+    """Return tools given as a list of objects, or as JSON text of a list (in Parquet files)."""
     if value is None:
         return None
     tools: list[Any] = [None]

@@ -1,9 +1,9 @@
-"""Images of a prompt: from files to the inputs of a model, and from placeholders to image tokens.
+"""Images of a prompt: decoding for a model, and conversion of placeholders to image tokens.
 
-Token ids are collapsed or expanded. Collapsed ids have one placeholder for each image: the wire,
-the cache of rows and stores have these, with `start` counted in them. Expanded ids, the input of a
-model, have one placeholder for each token of an image. Their number depends on the processor of the
-model, so teacher and student expand the same prompt differently. Only `expanded_ids` and
+Token ids are collapsed or expanded. Collapsed ids have one placeholder per image. Requests, the row
+cache and stores use collapsed ids, and count `start` in them. Expanded ids are the input of a model
+and have one placeholder per image token. The number of image tokens depends on the model's
+processor, so teacher and student expand the same prompt differently. Only `expanded_ids` and
 `collapsed_ids` convert between the two forms.
 """
 
@@ -32,10 +32,11 @@ _MAX_SHOWN_CHARS = 300  # characters of a path in a message
 
 @dataclass(frozen=True, eq=False)
 class Pixels:
-    """The images of a sequence, as the processor of a model makes them.
+    """The images of a sequence, as the processor of a model returns them.
 
     values [P, D] float32: the patches of all images. grid [n, 3] int64: patches of each image in
-    time, height and width; P is the sum of their products. tokens: of each image, for the model.
+    time, height and width; P is the sum of their products. tokens: number of model tokens per
+    image.
     """
 
     values: NDArray[np.float32]
@@ -44,20 +45,20 @@ class Pixels:
 
 
 class ImageReader:
-    """Makes the inputs of a model from image files.
+    """Converts image files to the inputs of a model. Thread-safe.
 
-    processor: an image processor of transformers that `makes_grids`. placeholder: the id of the
-    token that stands for an image. Thread-safe.
+    processor: an image processor of transformers that `makes_grids`. placeholder: the token id of
+    an image.
     """
 
     def __init__(self, processor: Any, placeholder: int) -> None:
-        """Keep both; see the class."""
+        """Store the processor and the placeholder; see the class."""
         self.processor = processor
         self.placeholder = placeholder
 
     @property
     def facts(self) -> Mapping[str, object]:
-        """What determines the pixels besides the files, for a fingerprint."""
+        """The settings that determine the pixels of a file, for a fingerprint."""
         import PIL
 
         release = ".".join(PIL.__version__.split(".")[:2])
@@ -71,12 +72,12 @@ class ImageReader:
     def read(
         self, images: Sequence[bytes], field: str = "images", max_tokens: int | None = None
     ) -> Pixels:
-        """Return the pixels of encoded images, at least one.
+        """Return the pixels of at least one encoded image.
 
-        One after the other, so that memory is bounded: all together have at most MAX_PIXELS pixels
-        in their files, and `max_tokens` tokens for the model (None: no limit).
+        Images are decoded one at a time to bound memory. Together they have at most MAX_PIXELS
+        pixels, and `max_tokens` model tokens (None: no limit).
 
-        Raises InvalidInput, naming `field`, if a file is no image, or if there are too many.
+        Raises InvalidInput, naming `field`, if a file is no image, or if a limit is exceeded.
         """
         remaining_pixels = MAX_PIXELS
         pixels_of_images: list[Pixels] = []
@@ -110,13 +111,13 @@ class ImageReader:
 
 
 def makes_grids(processor: Any) -> bool:
-    """Return whether an image processor makes patches with a grid, as those of Qwen's models do."""
+    """Return whether an image processor returns patches with a grid, as those of Qwen models do."""
     names = getattr(processor, "model_input_names", ())
     return "image_grid_thw" in names and hasattr(processor, "merge_size")
 
 
 def plain_image(grey: int) -> bytes:
-    """Return a PNG of one grey, 0 to 255, for probes of a model."""
+    """Return a PNG image of one grey level, 0 to 255, for probes of a model."""
     from PIL import Image
 
     file = io.BytesIO()
@@ -125,12 +126,12 @@ def plain_image(grey: int) -> bytes:
 
 
 def stored_images(images: Sequence[tuple[str, str]]) -> bytes:
-    """Return the bytes that a store keeps for images (name, sha256); b"" for none."""
+    """Encode (name, sha256) pairs of images for a store; b"" for none."""
     return json.dumps(images, ensure_ascii=False).encode() if images else b""
 
 
 def read_stored_images(data: bytes) -> list[tuple[str, str]]:
-    """Return the (name, sha256) pairs that `stored_images` has encoded as `data`."""
+    """Decode the (name, sha256) pairs that `stored_images` encoded."""
     return [(name, digest) for name, digest in json.loads(data)] if data else []
 
 
@@ -140,9 +141,9 @@ def digest_of(image: bytes) -> str:
 
 
 def image_file(folder: Path, name: str, location: str) -> Path:
-    """Return the file of an image of the record `location`; a relative name is one in `folder`.
+    """Return the path of an image of the record `location`. Relative names refer to `folder`.
 
-    Raises InvalidInput (`data.image_column`) if there is no such file.
+    Raises InvalidInput (`data.image_column`) if the file does not exist.
     """
     path = folder / name
     try:
@@ -174,7 +175,7 @@ def read_image(path: Path, location: str) -> bytes:
 
 
 def read_same_image(path: Path, digest: str) -> bytes:
-    """Return the bytes of an image file with this sha256. Raises Corrupt if it is another image."""
+    """Return the bytes of an image file. Raises Corrupt if its sha256 is not the given one."""
     image = read_image(path, "a prompt")
     if digest_of(image) != digest:
         raise Corrupt(
@@ -187,9 +188,10 @@ def read_same_image(path: Path, digest: str) -> bytes:
 def expanded_ids(
     ids: NDArray[np.int32], placeholder: int, tokens: Sequence[int]
 ) -> NDArray[np.int32]:
-    """Return collapsed ids [T] with as many placeholders for each image as it has `tokens`.
+    """Replace each placeholder of the collapsed ids [T] by as many placeholders as the image has
+    `tokens`.
 
-    Raises ValueError unless `ids` have one placeholder for each image.
+    Raises ValueError unless `ids` have one placeholder per image.
     """
     places = np.flatnonzero(ids == placeholder)
     if len(places) != len(tokens):
@@ -202,7 +204,7 @@ def expanded_ids(
 def collapsed_ids(
     ids: NDArray[np.int32], placeholder: int, tokens: Sequence[int]
 ) -> NDArray[np.int32]:
-    """Return the ids of which `expanded_ids` makes `ids`, given the same `tokens`.
+    """Invert `expanded_ids`, given the same `tokens`.
 
     Raises ValueError unless `ids` have as many placeholders as the images have tokens.
     """

@@ -1,4 +1,4 @@
-"""Places of files: a path on a disk, or a URL of an object storage such as s3://bucket/rows."""
+"""Locations of files: a path, or a URL of object storage such as s3://bucket/rows."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ def is_object_url(place: object) -> bool:
 
 
 def redact_place(place: str) -> str:
-    """Return a place for messages: of a URL that may contain credentials, the scheme only."""
+    """Return a location for messages. Of a URL that may contain credentials, only the scheme."""
     scheme, colon, path = place.partition("://")
     return f"{scheme}://..." if colon and any(character in path for character in "@?#") else place
 
 
 def place_of(text: str) -> str:
-    """Return a path, or a URL of an object storage without a slash at its end.
+    """Return a path, or a URL of object storage without a trailing slash.
 
-    file:///rows is the path /rows. Raises InvalidInput for a URL of another scheme, and for one
-    that is not SCHEME://BUCKET/PREFIX, such as one with credentials or a part '..'.
+    file:///rows becomes the path /rows. Raises InvalidInput for a URL of another scheme, and for a
+    URL that is not SCHEME://BUCKET/PREFIX, for example with credentials or a part '..'.
     """
     if text.startswith(_FILE_SCHEME):
         text = text.removeprefix(_FILE_SCHEME)

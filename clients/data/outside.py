@@ -1,8 +1,8 @@
-"""Reads values that come from outside: JSON, texts, numbers and token ids.
+"""Parses untrusted values: JSON, texts, numbers and token ids.
 
-Records, passages, answers of servers and model directories are read with these functions, so that
-all of them accept the same values. Each raises ValueError, whose message is a clause; the caller
-adds the place, the field and the remedy.
+Records, passages, server responses and model directories are read with these functions, so that all
+of them accept the same values. Each function raises ValueError whose message is a clause. The
+caller adds the location, the field and the remedy.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_json(data: bytes | str) -> Any:
-    """Return the value of a JSON text; of bytes, in UTF-8, with or without a byte order mark.
+    """Parse a JSON text, or its bytes in UTF-8 with or without a byte order mark.
 
-    Lone surrogates, which tokenizers reject and no file can hold, become "?". Raises ValueError if
-    it is not JSON, or nested too deeply.
+    Lone surrogates, which tokenizers and files reject, become "?". Raises ValueError for invalid or
+    too deeply nested JSON.
     """
     text = data if isinstance(data, str) else data.decode("utf-8-sig")
     try:
@@ -39,9 +39,9 @@ def parse_json(data: bytes | str) -> Any:
 
 
 def parse_text(value: object) -> str:
-    """Return a value as text; a number becomes its shortest decimal: 72.0 is "72".
+    """Return a value as text. A number becomes its shortest decimal: 72.0 is "72".
 
-    Raises ValueError for anything else, and for numbers that are not finite.
+    Raises ValueError for other types, and for numbers that are not finite.
     """
     if isinstance(value, str):
         return value
@@ -54,7 +54,7 @@ def parse_text(value: object) -> str:
 
 
 def parse_number(value: object) -> float:
-    """Return a finite number. Raises ValueError for anything else, also a text or a bool."""
+    """Return a finite number. Raises ValueError for other values, including texts and booleans."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(type(value).__name__)
     try:
@@ -67,9 +67,9 @@ def parse_number(value: object) -> float:
 
 
 def parse_ids(value: object) -> NDArray[np.int32]:
-    """Return a list of integers as int32 [n]; those beyond int32 become -1 or 2^31 - 1.
+    """Return a list of integers as int32 [n]. Integers beyond int32 become -1 or 2^31 - 1.
 
-    Raises ValueError for anything else, also for numbers with a fraction, and for True.
+    Raises ValueError for other values, including fractions and True.
     """
     import numpy as np  # here, because job files are read without numpy
 

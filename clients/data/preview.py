@@ -1,8 +1,8 @@
-"""The preview of a job: what a model will read and learn, token by token, before any training.
+"""The preview of a job: the model inputs and trained tokens, token by token, before training.
 
-A program reads the first records with the functions that training uses (`SurveyedRecord`), and
-`build_preview` counts all of them and shows some. Texts of records are untrusted: control
-characters and invisible ones become escapes.
+A program reads the first records with the functions that training uses (`SurveyedRecord`).
+`build_preview` counts all records and shows some. Texts of records are untrusted, so control
+characters and invisible characters are escaped.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ TokenKind = Literal["context", "learned", "end", "sampled", "hidden"]
 
 @dataclass(frozen=True)
 class TokenRun:
-    """Consecutive tokens of one kind, and the text of each.
+    """Consecutive tokens of one kind, with the text of each token.
 
-    context: read only. learned: learned. end: learned, and ends an answer. sampled: a description
-    of what the student will write. hidden: a number of tokens that are not shown.
+    context: not trained. learned: trained. end: trained, and ends an answer. sampled: a description
+    of the text that the student will sample. hidden: a number of tokens that are not shown.
     """
 
     kind: TokenKind
@@ -49,7 +49,7 @@ class TokenRun:
 
 @dataclass(frozen=True)
 class TokenView:
-    """A sequence as one model reads it; tokens, learned: their numbers, shown or not."""
+    """The input of one model. tokens, learned: numbers of tokens, including hidden ones."""
 
     reader: str
     tokens: int
@@ -58,7 +58,7 @@ class TokenView:
 
     @property
     def counts(self) -> str:
-        """The numbers in words; an answer that is not sampled yet has none to learn."""
+        """The counts as text. An answer that is not sampled yet has no trained tokens."""
         is_sampled = any(run.kind == "sampled" for run in self.runs)
         learned = "" if is_sampled else f", {self.learned:,} learned"
         return f"{self.reader}: {self.tokens:,} tokens{learned}"
@@ -66,7 +66,7 @@ class TokenView:
 
 @dataclass(frozen=True)
 class RecordPreview:
-    """A record. problem: why it is not used, or "". lost: (part, text) without any token."""
+    """A record. problem: why it is not used, or "". lost: (part, text) without a token."""
 
     where: str
     problem: str
@@ -92,15 +92,15 @@ _PREVIEW = TypeAdapter(Preview)
 
 
 def parse_preview(document: str | bytes) -> Preview:
-    """Parse what `Preview.to_json` returns. Raises ValueError if it is something else."""
+    """Parse the result of `Preview.to_json`. Raises ValueError for another text."""
     return _PREVIEW.validate_json(document)
 
 
 @dataclass(frozen=True, eq=False)
 class ModelInput:
-    """Token ids int [T] as `reader` reads them; learned bool [T].
+    """The input of the model `reader`: token ids int [T], learned bool [T].
 
-    sampled: what the student writes after them, in words; "" if it writes nothing.
+    sampled: a description of the text that the student samples after these tokens, or "".
     """
 
     tokenizer: Any
@@ -113,16 +113,18 @@ class ModelInput:
     def from_start(
         cls, tokenizer: Any, ids: NDArray[Any], start: int, reader: str = "student"
     ) -> ModelInput:
-        """Return an input whose tokens from `start` on are learned."""
+        """Return an input whose tokens from `start` on are trained."""
         return cls(tokenizer, ids, np.arange(len(ids)) >= start, reader)
 
 
 @dataclass(frozen=True)
 class SurveyedRecord:
-    """A record after tokenization. inputs: the student's first; none if the record is not used.
+    """A record after tokenization. inputs: the student's input first; empty if the record is not
+    used.
 
-    left_out: the reason for which training skips it. refused: the error with which it fails. lost:
-    (part, text) that no token stands for. others: (part, text) that a student should not learn.
+    left_out: the reason why training skips the record. refused: the error with which training
+    fails. lost: (part, text) without a token. others: trained (part, text) that belong to other
+    roles.
     """
 
     where: str
@@ -144,10 +146,10 @@ def build_preview(
     max_left_out: float = 1.0,
     are_ended: bool = True,
 ) -> Preview:
-    """Count all records and show the first `shown`.
+    """Count all records and show the first `shown` records.
 
-    `ends`: the tokens that end an answer, by id. `are_ended`: whether a learned answer must end
-    with one of them; the pieces of a packed text need not.
+    `ends`: tokens that end an answer, by id. `are_ended`: whether a trained answer must end with
+    such a token. Pieces of a packed text need no end.
     """
     records, previews = 0, list[RecordPreview]()
     left_out, lost, wrong = Counter[str](), Counter[str](), Counter[str]()
@@ -240,7 +242,7 @@ def _kind(token: tuple[int, bool], ends: Collection[int]) -> TokenKind:
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token; of a part of a character, its name in the vocabulary."""
+    """Return the text of each token. For a part of a character, its name in the vocabulary."""
     texts = []
     for token_id, name in zip(ids, tokenizer.convert_ids_to_tokens(list(ids)), strict=True):
         text = tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
@@ -251,14 +253,14 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 
 def visible(text: str) -> str:
-    """Return a text with escapes for the characters that are not printable, but line breaks."""
+    """Escape the characters of a text that are not printable, except line breaks."""
     return "".join(
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
     )
 
 
 def _learned_parts(model_input: ModelInput, others: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield the parts whose text is among the learned tokens."""
+    """Yield the parts whose text occurs in the trained tokens."""
     edges = np.flatnonzero(np.diff(model_input.learned, prepend=False, append=False))
     spans = [
         _without_spaces(model_input.tokenizer.decode(model_input.ids[first:end]))
@@ -273,7 +275,7 @@ def _learned_parts(model_input: ModelInput, others: Iterable[tuple[str, str]]) -
 def messages_of_others(
     prompt_format: PromptFormat, row: Mapping[str, Any]
 ) -> tuple[tuple[str, str], ...]:
-    """Return the (part, text) of the messages in a row that are not the assistant's."""
+    """Return the (part, text) of the messages in a row that are not assistant messages."""
     messages = row.get(prompt_format.messages_column or "")
     return tuple(
         (f"{message['role']} message", text_of_content(message.get("content")))
@@ -285,11 +287,11 @@ def messages_of_others(
 def lost_in_row(
     prompt_format: PromptFormat, tokenizer: Any, row: Mapping[str, Any], *, is_answered: bool
 ) -> tuple[tuple[str, str], ...]:
-    """Return the (part, text) of a row that its rendered text lacks; spaces may differ.
+    """Return the (part, text) of a row that its rendered text lacks. White space may differ.
 
-    `is_answered`: the text ends with the last answer that is learned; otherwise with the prompt.
-    The parts are texts and reasoning of messages, names and arguments of tool calls, and names of
-    tools. Without a chat template nothing is lost.
+    `is_answered`: the text ends with the last trained answer; otherwise with the prompt. The parts
+    are texts and reasoning of messages, names and arguments of tool calls, and names of tools.
+    Without a chat template, no part is lost.
     """
     if not prompt_format.renders(tokenizer):
         return ()
@@ -331,7 +333,7 @@ def _parts(conversation: Conversation) -> Iterator[tuple[str, str]]:
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    """Yield the texts and numbers in tool calls, whose arguments may be JSON text."""
+    """Yield the texts and numbers in tool calls. Arguments may be JSON text."""
     if isinstance(value, str) and value.startswith("{"):
         try:
             value = json.loads(value)

@@ -1,6 +1,6 @@
-"""From a record to token ids: text or a conversation, with or without a chat template.
+"""Converts records to token ids: text or a conversation, with or without a chat template.
 
-Training, captures and evaluations share these functions, so that all see the same token ids.
+Training, captures and evaluations share these functions and therefore use the same token ids.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SYSTEM = ("system", "developer")
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """How the records of a job become prompts; the keys of its table `data` of the same names.
+    """The format of a job's prompts. The attributes are keys of the table `data`.
 
     messages_column: None if the prompt is the text in `prompt_column`. image_column: None if
     prompts have no images.
@@ -55,10 +55,10 @@ class PromptFormat:
         return (self.messages_column, TOOLS, *image_columns)
 
     def conversation(self, record: Mapping[str, Any], location: str) -> Conversation:
-        """Return the conversation of a record; it may end with the assistant's answer.
+        """Return the conversation of a record. A final assistant message is included.
 
-        A text becomes the user's message, with the template. Raises InvalidInput if the column is
-        missing or holds something else, or if the record has a system message besides `system`.
+        A text becomes the user message, with the template. Raises InvalidInput if the column is
+        missing or has another type, or if the record has a system message in addition to `system`.
         """
         column = self.image_column
         images = None if column is None else len(images_of(record, column, location))
@@ -75,7 +75,7 @@ class PromptFormat:
         return self._with_system(conversation)
 
     def conversation_of_text(self, text: str, images: int = 0) -> Conversation:
-        """Return a conversation of one user message: `text`, put into the template.
+        """Return a conversation with one user message: `text`, inserted into the template.
 
         `images`: number of images before the text.
         """
@@ -85,21 +85,20 @@ class PromptFormat:
         return self._with_system(Conversation(({"role": "user", "content": content},)))
 
     def text(self, record: Mapping[str, Any], conversation: Conversation) -> str:
-        """Return the text of the prompt for rewards: before the template, the last user message."""
+        """Return the prompt text for rewards: the last user message, without the template."""
         if self.messages_column is not None:
             return conversation.question
         return text_of(record, self.prompt_column, "data.prompt_column", "the record")
 
     def renders(self, tokenizer: Any) -> bool:
-        """Return whether prompts go through the tokenizer's chat template."""
+        """Return whether prompts are rendered by the tokenizer's chat template."""
         return self.chat_template and bool(tokenizer.chat_template)
 
     def ids(self, tokenizer: Any, conversation: Conversation, location: str = "") -> list[int]:
         """Return the token ids of a prompt, up to the start of the assistant's next message.
 
-        Without a chat template they are those of the only message; a final end-of-sequence token is
-        removed, because the completion follows. Raises InvalidInput, with `location`, if the chat
-        template fails.
+        Without a chat template, these are the ids of the only message, without a final
+        end-of-sequence token. Raises InvalidInput, with `location`, if the chat template fails.
         """
         if self.renders(tokenizer):
             marked = mark_names_in(tokenizer, conversation, location)
@@ -130,8 +129,8 @@ class PromptFormat:
     ) -> Mapping[str, list[int]]:
         """Return `input_ids` and `assistant_masks` of a conversation, as transformers makes them.
 
-        Names of control tokens in its texts are plain text. Raises InvalidInput as `rendered` does,
-        or if the chat template that it uses does not mark the assistant's tokens.
+        Names of control tokens in the texts are encoded as plain text. Raises InvalidInput as
+        `rendered` does, or if the chat template does not mark the assistant tokens.
         """
         if isinstance(tokenizer.chat_template, Mapping):  # the one for tools may mark nothing
             check_generation(tokenizer.get_chat_template(None, conversation.tools))
@@ -188,7 +187,7 @@ class PromptFormat:
 
     @property
     def _messages_key(self) -> str:
-        """The key of the job file that is the cause if a chat template rejects the messages."""
+        """The job-file key to name if a chat template rejects the messages."""
         if self.messages_column is not None:
             return "data.messages_column"
         return "student.model" if self.system is None else "data.system"
@@ -201,7 +200,7 @@ class PromptFormat:
 
 
 def check_generation(template: str | None) -> None:
-    """Raise InvalidInput if a chat template does not mark the assistant's tokens."""
+    """Raise InvalidInput if a chat template does not mark the assistant tokens."""
     if re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template or "") is None:
         raise InvalidInput(
             "the tokenizer's chat template has no {% generation %}, which marks the assistant's"
@@ -213,7 +212,7 @@ def check_generation(template: str | None) -> None:
 
 
 def plain_ids(tokenizer: Any, text: str, *, has_placeholders: bool = False) -> list[int]:
-    """Return the token ids of a text, which may have placeholders, without adding tokens."""
+    """Return the token ids of a text, which may have placeholders. No tokens are added."""
     if has_placeholders:
         return marked_ids(tokenizer, text)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -221,10 +220,10 @@ def plain_ids(tokenizer: Any, text: str, *, has_placeholders: bool = False) -> l
 
 
 def check_chat_template(prompt_format: PromptFormat, template: str | None) -> None:
-    """Raise InvalidInput if the tokenizer's chat template does not fit the prompt format.
+    """Raise InvalidInput if the tokenizer's chat template is incompatible with the prompt format.
 
-    `template`: the text of the chat template; None if the tokenizer has none, which is refused if a
-    key needs one. An argument that the template never names is refused too.
+    `template`: the text of the chat template, or None. None is refused if a key needs a template.
+    An argument that the template never uses is refused too.
     """
     key_is_set = {
         "data.messages_column": prompt_format.messages_column is not None,
@@ -258,13 +257,13 @@ def check_chat_template(prompt_format: PromptFormat, template: str | None) -> No
 
 
 def warn_of_date(prompt_format: PromptFormat, template: str | None) -> None:
-    """Log a warning if the chat template writes the date of today."""
+    """Log a warning if the chat template writes the current date."""
     if warning := date_warning(prompt_format, template):
         log.warning("%s", warning)
 
 
 def date_warning(prompt_format: PromptFormat, template: str | None) -> str:
-    """Return a sentence if the chat template writes the date of today, otherwise ""."""
+    """Return a sentence if the chat template writes the current date, otherwise ""."""
     if not prompt_format.chat_template or "strftime_now" not in (template or ""):
         return ""
     # Llama and SmolLM take the date as an argument, and write today's without it.
@@ -279,14 +278,18 @@ def date_warning(prompt_format: PromptFormat, template: str | None) -> str:
 
 
 def template_text(chat_template: Any) -> str | None:
-    """Return the text of a tokenizer's chat template; of several by name, of all of them."""
+    """Return the text of a tokenizer's chat template, or the joined texts of several named
+    templates.
+    """
     if isinstance(chat_template, Mapping):
         chat_template = "\n".join(str(template) for template in chat_template.values())
     return chat_template or None
 
 
 def default_template(chat_template: Any) -> str | None:
-    """Return the chat template of prompts without tools; of several, that with the name default."""
+    """Return the chat template for prompts without tools. Of several templates, the one named
+    default.
+    """
     if isinstance(chat_template, Mapping):
         chat_template = chat_template.get("default")
     return chat_template or None

@@ -34,7 +34,7 @@ class DataSet:
     field: str = "data.path"
 
     def records(self, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-        """Yield every record in order, with all of `columns` that it has, and perhaps more columns.
+        """Yield every record in order, with those `columns` that exist, and possibly more columns.
 
         Raises InvalidInput if a line is not a JSON object, if the data set cannot be loaded, or if
         the package `datasets` is needed and not installed.
@@ -54,9 +54,9 @@ class DataSet:
                 yield _from_arrow(record, float32_columns)
 
     def fingerprint(self) -> str:
-        """Return a text that changes with the records.
+        """Return a text that changes if the records change.
 
-        It is the sha256 of the files, or the fingerprint of the `datasets` library for a hub id.
+        It is the sha256 of the files, or, for a hub id, the fingerprint of the `datasets` library.
         """
         path = Path(self.path)
         if path.is_file():
@@ -120,7 +120,7 @@ class DataSet:
 
 
 def records_in(batch: Any) -> Iterator[dict[str, Any]]:
-    """Yield the records of a pyarrow.RecordBatch, as a .jsonl file would have them.
+    """Yield the records of a pyarrow.RecordBatch in the form of .jsonl records.
 
     Raises ValueError for a text that is not UTF-8.
     """
@@ -131,10 +131,10 @@ def records_in(batch: Any) -> Iterator[dict[str, Any]]:
 
 
 def _from_arrow(record: Mapping[str, Any], float32_columns: Set[str]) -> dict[str, Any]:
-    """Return a record as a .jsonl file would have it.
+    """Convert an Arrow record to the form of a .jsonl record.
 
-    Without the keys that Arrow adds to structs, null in this row, because other rows have them; a
-    float32 0.1 is 0.1, and not 0.10000000149011612.
+    Null keys of structs, which Arrow adds for other rows, are removed. A float32 0.1 becomes 0.1,
+    not 0.10000000149011612.
     """
     from numpy import float32
 
@@ -153,9 +153,9 @@ def _without_nulls(value: Any) -> Any:
 
 
 def record_in(line: bytes, location: str, field: str) -> dict[str, Any] | None:
-    """Return the record in a line of a .jsonl file; None if the line is blank.
+    """Parse a line of a .jsonl file. Returns None if the line is blank.
 
-    `location` is the place of the line in messages, such as `data.jsonl:3`. Raises InvalidInput,
+    `location` is the location of the line in messages, such as `data.jsonl:3`. Raises InvalidInput,
     naming `field`, if the line is not a JSON object in UTF-8.
     """
     try:
@@ -180,7 +180,7 @@ def text_of(record: Mapping[str, Any], column: str, field: str, location: str) -
     """Return the text in a column of a record; numbers become text: 72.0 is "72".
 
     `location` describes the record in messages, such as `row 3 of data.jsonl`. Raises InvalidInput,
-    naming `field`, if the column does not exist or holds something else.
+    naming `field`, if the column does not exist or has another type.
     """
     if column not in record:
         raise InvalidInput(
@@ -205,9 +205,9 @@ _ADDRESSES = ("data:", "http://", "https://", "s3://", "gs://", "file://")
 def images_of(record: Mapping[str, Any], column: str, location: str) -> tuple[str | bytes, ...]:
     """Return the images in a column of a record: the path or the encoded bytes of each.
 
-    The column holds one image or a list of them; without a value there is none. An image is a path,
-    bytes, or {bytes, path} as data sets of the hub have it. Raises InvalidInput, naming `location`,
-    if it holds something else.
+    The column contains one image, a list of images, or no value. An image is a path, bytes, or
+    {bytes, path} as in data sets of the hub. Raises InvalidInput, naming `location`, for other
+    values.
     """
     value = record.get(column)
     images: list[str | bytes] = []
@@ -234,7 +234,7 @@ def images_of(record: Mapping[str, Any], column: str, location: str) -> tuple[st
 def weight_of(record: Mapping[str, Any], column: str, location: str) -> float:
     """Return the weight in a column of a record, a finite number of at least 0.
 
-    Raises InvalidInput, naming `location`, if the column is missing or holds something else.
+    Raises InvalidInput, naming `location`, if the column is missing or has another value.
     """
     try:
         weight = parse_number(record.get(column))
@@ -251,16 +251,16 @@ def weight_of(record: Mapping[str, Any], column: str, location: str) -> float:
 
 
 def describe_counts(counts: Mapping[str, int]) -> str:
-    """Return counts in words, without those that are 0: `12 too long, 3 without an answer`."""
+    """Format nonzero counts, such as `12 too long, 3 without an answer`."""
     return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
 
 
 def check_left_out(
     left_out: int, records: int, reasons: Mapping[str, int], most: float, field: str
 ) -> None:
-    """Log how many of the first `records` are left out, by reason.
+    """Log how many of the first `records` are skipped, by reason.
 
-    Raises InvalidInput, naming `field`, if they are more than the share `most` of them.
+    Raises InvalidInput, naming `field`, if their share is larger than `most`.
     """
     if not left_out:
         return

@@ -1,7 +1,7 @@
-"""A check that a chat template writes every part of the conversations that it is given.
+"""Checks that a chat template writes every part of a conversation.
 
-A template without a place for a part leaves it out without an error: a tool call is then learned as
-an empty answer, and a system message as nothing.
+A template silently drops parts that it does not support. Without this check, a tool call would be
+trained as an empty answer, and a system message would be lost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ROLES = ("system", "developer", "tool")
 
 
 class TemplateParts:
-    """Renders the first conversation that has a part once more, with a mark in that part.
+    """Renders the first conversation with each kind of part again, with a mark in that part.
 
     Parts are messages of the roles system, developer and tool, tools, tool calls, and the reasoning
     of the last message.
@@ -32,16 +32,16 @@ class TemplateParts:
         self._checked: set[str] = set()
 
     def has_new(self, conversation: Conversation) -> bool:
-        """Return whether the conversation has a part that no earlier one had."""
+        """Return whether the conversation has a kind of part that no earlier conversation had."""
         return self._is_rendered and any(
             name not in self._checked for name, _ in _marked_parts(conversation)
         )
 
     def check(self, conversation: Conversation, location: str) -> None:
-        """Raise InvalidInput if the template leaves out a part of the conversation.
+        """Raise InvalidInput if the template drops a part of the conversation.
 
-        The conversation ends with an answer, or is a prompt. Only parts that no earlier
-        conversation had are looked at.
+        The conversation ends with an answer, or is a prompt. Only kinds of parts that no earlier
+        conversation had are checked.
         """
         if not self._is_rendered:
             return
@@ -62,14 +62,14 @@ class TemplateParts:
 
 
 def has_text(rendered: str, answer: str) -> bool:
-    """Return whether a rendered text has the text of an answer, apart from spaces."""
+    """Return whether a rendered text contains the text of an answer, ignoring white space."""
     return "".join(answer.split()) in "".join(rendered.split())
 
 
 def require_answer_text(answer: str, rendered: str, location: str) -> None:
-    """Raise InvalidInput if the text of an answer is not in what the chat template made of it.
+    """Raise InvalidInput if the rendered text does not contain the text of the answer.
 
-    Spaces and line breaks may differ: templates trim them.
+    White space may differ, because templates trim texts.
     """
     if not has_text(rendered, answer):
         raise InvalidInput(
@@ -105,7 +105,7 @@ def _marked_parts(conversation: Conversation) -> Iterator[tuple[str, Conversatio
 
 
 def _with_marked_name(entry: Any) -> Any:
-    """Return a tool, or a call of one, whose function has the mark as its name."""
+    """Return a tool, or a tool call, with the mark as the name of its function."""
     if not isinstance(entry, Mapping):
         return entry
     if isinstance(entry.get("function"), Mapping):

@@ -1,1 +1,1 @@
-"""Jobs on a distill server: the client, the values it returns, and the download of artifacts."""
+"""Jobs on a distill server: the client, its return values, and the download of artifacts."""

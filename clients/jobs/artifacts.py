@@ -1,6 +1,6 @@
-"""The artifacts of a job: its export, or one of its checkpoints.
+"""The artifacts of a job: its export or a checkpoint.
 
-The export of a capture is its store, that of an evaluation its answers and result.json.
+The export of a capture is its store. The export of an evaluation is its answers and result.json.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Checkpoint: TypeAlias = int | Literal["best", "last"]
 def checkpoint_step(job: Job, checkpoint: Checkpoint, points: Callable[[], Sequence[Point]]) -> int:
     """Return the step of the checkpoint that `checkpoint` names.
 
-    `points` returns the metrics of the job, and is only called for "best". A step is returned
-    unchecked.
+    `points` returns the metrics of the job; it is called only for "best". The existence of a given
+    step is not checked.
 
     Raises InvalidInput if `checkpoint` is another word, and NotFound if the job has no checkpoint,
     or for "best" no checkpoint with an evaluation.
@@ -57,7 +57,7 @@ def pull_run(
 ) -> Path:
     """Copy the export or a checkpoint of the run directory `path` into a new directory.
 
-    The counterpart of DistillClient.pull without a server: same arguments, result and errors.
+    DistillClient.pull without a server, with the same arguments, result and errors.
     """
     run, record = RunDirectory(path), record_of_run(path)
     step = None
@@ -71,8 +71,9 @@ def pull_run(
 def artifact_root(job: Job, run: RunDirectory, step: int | None) -> Path:
     """Return the directory of an artifact: a checkpoint, or the export if `step` is None.
 
-    For a capture that is its store, for an evaluation its results. Raises WrongState if the job has
-    not succeeded and `step` is None, and NotFound if the directory does not exist.
+    The export of a capture is its store; the export of an evaluation is its results. Raises
+    WrongState if the job has not succeeded and `step` is None, and NotFound if the directory does
+    not exist.
     """
     require_files(job, run)
     if step is not None:
@@ -94,7 +95,9 @@ def artifact_root(job: Job, run: RunDirectory, step: int | None) -> Path:
 
 
 def checkpoint_root(job: Job, run: RunDirectory, step: int) -> Path:
-    """Return the directory of a checkpoint; raises NotFound, listing the existing ones."""
+    """Return the directory of a checkpoint. Raises NotFound with a list of the existing
+    checkpoints.
+    """
     root = run.checkpoint(step)
     if not root.is_dir():
         existing_steps = run.checkpoint_steps()
@@ -109,7 +112,7 @@ def checkpoint_root(job: Job, run: RunDirectory, step: int) -> Path:
 
 
 def require_files(job: Job, run: RunDirectory) -> None:
-    """Raise NotFound if the run directory does not exist any more."""
+    """Raise NotFound if the run directory no longer exists."""
     if not run.path.is_dir():
         raise NotFound(
             f"the run directory of job {job.id} was removed",

@@ -39,16 +39,16 @@ _Job = TypeVar("_Job", bound=AnyJob)
 
 
 class JobHandle(Job):
-    """A job as the server reported it, with the methods of DistillClient for this job.
+    """A job as reported by the server, with the methods of DistillClient for this job.
 
-    The values do not change; `refresh` and `wait` return a handle with new ones. Each method raises
-    what the method of DistillClient with its name raises.
+    Values do not change. `refresh` and `wait` return a handle with new values. Each method raises
+    the errors of the DistillClient method with the same name.
     """
 
     client: DistillClient  # no field: the values of a job can be copied and printed without it
 
     def refresh(self) -> JobHandle:
-        """Return the job as it is now; see `DistillClient.get`."""
+        """Return the current state of the job; see `DistillClient.get`."""
         return self.client.get(self.id)
 
     def wait(self, timeout: float | None = None) -> JobHandle:
@@ -74,7 +74,7 @@ class JobHandle(Job):
         return self.client.cancel(self.id, now=now)
 
     def resume(self, *, max_steps: int | None = None, from_step: int | None = None) -> JobHandle:
-        """Queue a new attempt of the job, which has ended; see `DistillClient.resume`."""
+        """Queue a new attempt of a finished job; see `DistillClient.resume`."""
         return self.client.resume(self.id, max_steps=max_steps, from_step=from_step)
 
     def pull(self, destination: Path | str, *, checkpoint: Checkpoint | None = None) -> Path:
@@ -85,9 +85,9 @@ class JobHandle(Job):
 class DistillClient:
     """A connection to one distill server. Safe to share between threads.
 
-    Methods raise exceptions of protos.errors only; Unavailable if the server cannot be reached.
-    Wherever a method takes a `job_id`, it may be an id, an unambiguous prefix of an id, or "@last"
-    for the newest job. An unknown id raises NotFound.
+    Methods raise only exceptions of protos.errors, and Unavailable if the server cannot be reached.
+    A `job_id` is an id, an unambiguous prefix of an id, or "@last" for the newest job. An unknown
+    id raises NotFound.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class DistillClient:
         timeout: float = 10.0,
         patience_seconds: float = 60.0,
     ) -> None:
-        """Prepare a channel; it connects on the first call.
+        """Prepare a channel. The connection opens on the first call.
 
         address: HOST:PORT, or https://HOST:PORT for TLS (see protos/rpc/channel.py for tokens)
-        timeout: seconds for one unary call; streams have no timeout
-        patience_seconds: how long a stream waits for a server that cannot be reached
+        timeout: seconds for one unary call; streams have no timeout patience_seconds: how long a
+        stream waits for a server that cannot be reached
         """
         self._connection = ServerConnection(
             address, timeout=timeout, patience_seconds=patience_seconds
@@ -128,7 +128,7 @@ class DistillClient:
     ) -> JobHandle:
         """Queue a job, and return it.
 
-        `config_text` is the text of the job file; the server keeps it in the run directory. A
+        `config_text`: the text of the job file, which the server stores in the run directory. A
         second submission with the same `idempotency_key` returns the first job.
 
         Raises the errors of the server's checks of the job, such as InvalidInput or WrongState.
@@ -139,10 +139,10 @@ class DistillClient:
     def submit_all(
         self, configs: Sequence[AnyJob], *, config_text: str = "", idempotency_key: str = ""
     ) -> Sequence[JobHandle]:
-        """Queue all of the jobs, or none, and return them in the same order.
+        """Queue all of the jobs or none, and return the jobs in the same order.
 
-        A job may name those before it in `after` and in values such as `@NAME/store`. Arguments and
-        errors are those of `submit`.
+        `after` and values such as `@NAME/store` may refer to earlier jobs of the list. Arguments
+        and errors are those of `submit`.
         """
         # Made once per call, so that a retry of the call cannot queue other jobs.
         key = idempotency_key or secrets.token_hex(16)
@@ -154,16 +154,17 @@ class DistillClient:
         return [_handle_of(self, job) for job in queued]
 
     def upload(self, configs: Sequence[_Job], report: Report = lambda progress: None) -> list[_Job]:
-        """Send the files that jobs name; return the jobs with the paths that the server gave them.
+        """Upload the files that jobs name. Return the jobs with the paths of the files on the
+        server.
 
-        Hub ids and what does not exist on this machine stay. What the server has is not sent again.
-        Raises InvalidInput, naming the key, if a file cannot be sent, and WrongState if the files
-        do not fit on the disk of the server.
+        Hub ids and names that do not exist on this machine are unchanged. Files that the server
+        already has are not sent again. Raises InvalidInput, naming the key, if a file cannot be
+        sent, and WrongState if the files do not fit on the server's disk.
         """
         return [*map(Uploader(self._connection, self._stub, report).upload, configs)]
 
     def check(self, *configs: AnyJob) -> None:
-        """Raise the error that `submit`, or `submit_all`, would raise now. Queues nothing."""
+        """Raise the error that `submit` or `submit_all` would raise. Queues nothing."""
         if len(configs) == 1:
             check_request = pb.CheckJobRequest(config_json=configs[0].model_dump_json())
             self._connection.call(self._stub.CheckJob, check_request, retry=False)
@@ -190,8 +191,8 @@ class DistillClient:
     ) -> list[JobHandle]:
         """Return up to `limit` jobs, newest first, optionally only those in `state`.
 
-        `owner`: only jobs of this owner; `mine`: of the owner of this client's token, for which
-        InvalidInput is raised if the token has none. `labels`: only jobs that have all of them.
+        `owner`: only jobs of this owner. `mine`: only jobs of the owner of this client's token;
+        raises InvalidInput if the token has no owner. `labels`: only jobs with all of these labels.
         For the next page, pass the id of the last job as `before_id`.
         """
         state_number = pb.JobState.Value(state) if state else pb.JOB_STATE_UNSPECIFIED
@@ -215,9 +216,10 @@ class DistillClient:
         return jobs
 
     def cancel(self, job_id: str, *, now: bool = False) -> JobHandle:
-        """Cancel a job: it stops after a last checkpoint, or at once if `now` is true.
+        """Cancel a job: it stops after a last checkpoint, or immediately if `now` is true.
 
-        Returns without waiting; call `wait` to wait for the end. Cancelling again is harmless.
+        Returns without waiting. Use `wait` to wait for the end. Repeated calls have no further
+        effect.
         """
         request = pb.CancelJobRequest(job_id=job_id, now=now)
         return _handle_of(self, self._connection.call(self._stub.CancelJob, request))
@@ -238,17 +240,16 @@ class DistillClient:
         return _handle_of(self, self._connection.call(self._stub.ResumeJob, request, retry=False))
 
     def remove(self, job_id: str) -> JobHandle:
-        """Remove a job that has ended, with its files on the server, and return it as it was.
+        """Remove a finished job with its files on the server, and return its last state.
 
-        Raises WrongState if the job has not ended, is pinned, or is needed by a job that has not
-        ended.
+        Raises WrongState if the job has not ended, is pinned, or needed by an unfinished job.
         """
         # Not retried: if only the reply was lost, a second call would not find the job.
         request = pb.RemoveJobRequest(job_id=job_id)
         return _handle_of(self, self._connection.call(self._stub.RemoveJob, request, retry=False))
 
     def pin(self, job_id: str, *, pinned: bool = True) -> JobHandle:
-        """Keep a job from being removed; with `pinned=False`, no longer."""
+        """Protect a job from removal; with `pinned=False`, end the protection."""
         request = pb.PinJobRequest(job_id=job_id, pinned=pinned)
         return _handle_of(self, self._connection.call(self._stub.PinJob, request))
 
@@ -290,8 +291,8 @@ class DistillClient:
     def wait(self, job_id: str, timeout: float | None = None) -> JobHandle:
         """Wait until a job ends, and return it.
 
-        Raises TimedOut after `timeout` seconds, which does not affect the job. A job that failed is
-        returned, not raised.
+        Raises TimedOut after `timeout` seconds, which does not affect the job. A failed job is
+        returned like any other job.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         job = self.get(job_id)
@@ -307,7 +308,7 @@ class DistillClient:
     def logs(
         self, job_id: str, *, attempt: int = 0, follow: bool = False, tail_lines: int = 0
     ) -> Iterator[bytes]:
-        """Yield the log of an attempt (0: the newest) in chunks, no byte twice.
+        """Yield the log of an attempt (0: the newest) in chunks, each byte once.
 
         The log starts at its first byte, or `tail_lines` lines before its end. With `follow`, new
         bytes are yielded until the attempt ends. Reconnects like `watch`.
@@ -325,13 +326,13 @@ class DistillClient:
     ) -> Path:
         """Download the export or a checkpoint of a job into a new directory, and return its path.
 
-        `checkpoint` is a step, "best" (see `clients.runs.best_step`) or "last". For a capture the
-        export is its store, for an evaluation its results. `clients.jobs.artifacts.pull_run` copies
-        from a run directory.
+        `checkpoint` is a step, "best" (see `clients.runs.best_step`) or "last". The export of a
+        capture is its store; the export of an evaluation is its results.
+        `clients.jobs.artifacts.pull_run` copies from a run directory.
 
-        `destination` appears only when the download is complete. Raises WrongState if the job has
-        no export (with the reason if it failed), InvalidInput if `destination` is not empty, and
-        Corrupt if bytes are missing or do not match their checksum.
+        `destination` is created only when the download is complete. Raises WrongState if the job
+        has no export (with the reason if it failed), InvalidInput if `destination` is not empty,
+        and Corrupt if bytes are missing or do not match their checksum.
         """
         if isinstance(checkpoint, str):
             job = self.get(job_id)
@@ -343,7 +344,7 @@ class DistillClient:
     def pull_notes(self, job_id: str, destination: Path | str) -> Path:
         """Download environment.json and samples/ of a job in any state into a new directory.
 
-        Raises NotFound if the job has neither yet, and the errors of `pull`.
+        Raises NotFound if neither exists yet, and the errors of `pull`.
         """
         return self._download(pb.GetArtifactRequest(job_id=job_id, notes=True), Path(destination))
 
@@ -380,7 +381,7 @@ def _submit_request(config: AnyJob, text: str, key: str) -> pb.SubmitJobRequest:
 
 
 def _handle_of(client: DistillClient, job: pb.Job) -> JobHandle:
-    """Return the handle of a job that the server of `client` has sent."""
+    """Return the handle of a job sent by the server of `client`."""
     handle = JobHandle(**values_of(job))
     object.__setattr__(handle, "client", client)  # the values are frozen
     return handle

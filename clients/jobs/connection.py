@@ -1,4 +1,4 @@
-"""Calls to a job server that outlast its restarts."""
+"""Calls to a job server that survive its restarts."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class ServerConnection:
     ) -> _Answer:
         """Make a unary call within the timeout, and retry once if the server cannot be reached.
 
-        `retry` allows the retry. An Unavailable error with a field is not retried: the server sent
-        it, because it could not reach a job's teacher.
+        `retry` enables the retry. An Unavailable error with a field is not retried: the server sent
+        this error because it could not reach a job's teacher.
         """
         deadline = time.monotonic() + self._timeout
         try:
@@ -61,7 +61,7 @@ class ServerConnection:
             raise fault if isinstance(retry_fault, TimedOut) else retry_fault from error
 
     def resuming(self, work: Callable[[], _Answer], progress: Callable[[], object]) -> _Answer:
-        """Return the result of `work`, which is called again whenever the server goes away.
+        """Return the result of `work`, which is called again after each loss of the server.
 
         `work` must continue where it stopped. Raises Unavailable if the server cannot be reached,
         or `progress()` does not change, for the patience of the client.
@@ -83,9 +83,9 @@ class ServerConnection:
     def lasting(
         self, open_stream: Callable[[], Iterator[_Answer]], deadline: float | None = None
     ) -> Iterator[_Answer]:
-        """Yield the messages of a stream, and reopen the stream whenever the server goes away.
+        """Yield the messages of a stream. Reopen the stream after each loss of the server.
 
-        `open_stream` must open it behind the last message received.
+        `open_stream` must continue after the last received message.
         """
         away_since: float | None = None
         failures = 0
@@ -110,9 +110,9 @@ class ServerConnection:
             self._wait_for_server(min(deadline or inf, away_since + self._patience))
 
     def _wait_for_server(self, deadline: float) -> None:
-        """Wait for a connection, for a few seconds at most.
+        """Wait at most a few seconds for a connection.
 
-        The wait is short because a server that keeps crashing may be up only for moments.
+        The wait is short because a server that crashes repeatedly may be reachable only briefly.
         """
         connection = grpc.channel_ready_future(self.channel)
         try:

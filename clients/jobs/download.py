@@ -1,4 +1,6 @@
-"""Writes the files of an artifact to a new directory: verified, and either complete or absent."""
+"""Writes the files of an artifact to a new directory. Files are verified; partial results are
+removed.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class JobState(StrEnum):
-    """The state of a job. `TERMINAL` and `TRANSITIONS` define what may follow."""
+    """The state of a job. `TERMINAL` and `TRANSITIONS` define the possible next states."""
 
     QUEUED = "QUEUED"
     PREPARING = "PREPARING"
@@ -51,13 +51,12 @@ TRANSITIONS: frozenset[tuple[JobState, JobState]] = frozenset(
 
 @dataclass(frozen=True)
 class Job:
-    """A job as the server reports it. Times are Unix seconds, 0 if the event has not happened.
+    """A job as reported by the server. Times are Unix seconds, or 0 if the event has not happened.
 
-    `kind` is the method, `attempt` counts from 1, and `metrics` are those of the newest step. A
-    `pinned` job is not removed. `owner` is that of the token that submitted it, "" if it has none;
-    `labels` are those of the configuration.
-    `config_json` and `checkpoints` (steps of the existing checkpoints, ascending) are only set by
-    DistillClient.get and by `record_of_run`.
+    `kind`: the method. `attempt` counts from 1. `metrics`: of the newest step. `pinned`: protected
+    from removal. `owner`: of the token that submitted the job, "" if it has none. `labels`: those
+    of the job file. `config_json` and `checkpoints` (steps of existing checkpoints, ascending) are
+    only set by DistillClient.get and by `record_of_run`.
     """
 
     id: str
@@ -85,7 +84,7 @@ class Job:
 class JobEvent:
     """One change of a job: a new state, a new phase, or a step.
 
-    `seq` counts from 1; where a server has thinned the old events of a long job, numbers are
+    `seq` counts from 1. For long jobs, the server removes some old events, so numbers may be
     missing. `time` is in Unix seconds. Only a step has `metrics`.
     """
 
@@ -104,11 +103,11 @@ class JobEvent:
 class StartedTeacher:
     """A teacher that a server runs for its jobs.
 
-    `state` is LOADING, READY, RESTING (it died and starts again), STOPPING or FAILED; `reason` is
-    why it ended last. `address` is HOST:PORT on the server's machine, "" before it listens. `jobs`
-    are the ids of the active jobs that use it. `since` is the Unix time of its newest start, and
-    `attempt` the number of that start, from 1.
-    `queued_tokens` wait for its model; `active_streams` are those of its callers.
+    `state`: LOADING, READY, RESTING (it died and will be restarted), STOPPING or FAILED. `reason`:
+    why the teacher last ended. `address`: HOST:PORT on the server's machine, "" before it listens.
+    `jobs`: ids of the active jobs that use the teacher. `since`: Unix time of the newest start.
+    `attempt`: the number of that start, from 1. `queued_tokens`: tokens that wait for the model.
+    `active_streams`: open streams of its clients.
     """
 
     key: str

@@ -1,4 +1,4 @@
-"""Conversion of protobuf messages to the values that DistillClient returns."""
+"""Conversion of protobuf messages to the return values of DistillClient."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def teacher_of(teacher: pb.StartedTeacher) -> StartedTeacher:
 def require_filtered(
     jobs: Sequence[pb.Job], owner: str, own_only: bool, labels: Mapping[str, str]
 ) -> None:
-    """Raise WrongState if an older server has ignored the filters by owner or labels."""
+    """Raise WrongState if an older server ignored the filters by owner or labels."""
     for job in jobs:
         has_owner = bool(job.owner) if own_only else owner in ("", job.owner)
         if not has_owner or not labels.items() <= dict(job.labels).items():

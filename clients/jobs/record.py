@@ -26,9 +26,9 @@ _STATES = {
 
 @dataclass(frozen=True)
 class Notes:
-    """The contents of a run directory that a report shows besides the metrics.
+    """The contents of a run directory that a report shows in addition to the metrics.
 
-    `samples` are the newest transcripts, written at step `samples_step`.
+    `samples`: the newest sampled answers, written at step `samples_step`.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class JobRecord:
 def points_of(events: Iterable[JobEvent]) -> list[Point]:
     """Return the points of a job's events, in order.
 
-    If a later attempt repeated a step, the result has the later attempt's point only.
+    If a later attempt repeated a step, only the point of the later attempt is returned.
     """
     points: list[Point] = []
     attempt = 0
@@ -78,7 +78,7 @@ def record_of_run(path: Path | str) -> JobRecord:
     """Read the record of a run directory; its program may be running.
 
     The times and `last_seq` of the job are 0: only a server has them. Raises NotFound if `path` is
-    not a run directory, and WrongState if another version made it.
+    not a run directory, and WrongState if another version wrote it.
     """
     run = RunDirectory(path)
     config = run.config()
@@ -119,7 +119,7 @@ def notes_in(path: Path) -> Notes:
 def is_run_directory(text: str) -> bool:
     """Return True if `text` is a run directory on this machine, False if it can be a job id.
 
-    Raises NotFound if `text` contains "/" (so it is a path), and is not a run directory.
+    Raises NotFound if `text` contains "/", which makes it a path, and is not a run directory.
     """
     if (Path(text) / "job.json").is_file():
         return True
@@ -148,7 +148,7 @@ def _read_preview(path: Path) -> Preview | None:
 
 
 def _read_objects(path: Path) -> list[Mapping[str, Any]]:
-    """Return the lines that are JSON objects; a killed program may cut the last line short."""
+    """Return the lines that are JSON objects. The last line may be incomplete after a kill."""
     values = []
     for line in path.read_text(errors="replace").splitlines():
         try:

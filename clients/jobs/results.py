@@ -1,4 +1,4 @@
-"""Results of jobs side by side: the newest and the best evaluation of each."""
+"""Results of several jobs: the newest and the best evaluation of each job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from protos.errors import InvalidInput
 
 @dataclass(frozen=True)
 class Measurement:
-    """The value of a metric at a step; `stderr` is its standard error, None if not measured."""
+    """The value of a metric at a step. `stderr`: its standard error, or None if not measured."""
 
     step: int
     value: float
@@ -23,9 +23,9 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Result:
-    """A job with the newest and the best value of one metric.
+    """A job with the newest and the best value of a metric.
 
-    `best` is None if the metric was not measured, or if neither large nor small values are better.
+    `best` is None if the metric was not measured, or has no better direction.
     """
 
     job: Job
@@ -63,8 +63,8 @@ def require_metric(metric: str, metrics: Sequence[str]) -> None:
 
 
 def judging_metric(histories: Iterable[Iterable[Point]]) -> str:
-    """Return the held-out metric by which the jobs can be compared: the first that one of them has
-    of those that choose the best checkpoint; "" if none was evaluated.
+    """Return the held-out metric for comparing the jobs: the first metric for selecting checkpoints
+    that one of the jobs has measured; "" if no job was evaluated.
     """
     metric_names = {name for points in histories for point in points for name in point.metrics}
     return next((metric for metric in JUDGES if metric in metric_names), "")

@@ -1,4 +1,4 @@
-"""Sends the files that a job names to its server: those that the server lacks, in parts."""
+"""Uploads the files that a job names. Only files that the server lacks are sent, in parts."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _PART_BYTES = 256 << 10
 
 @dataclass(frozen=True)
 class UploadProgress:
-    """Progress of uploading the files under a job's `key`. sent_bytes, size: bytes.
+    """Progress of uploading the files of a job's `key`. sent_bytes, size: bytes.
 
-    `begins`: the report before the first part; the server already had `sent_bytes` bytes.
+    `begins`: true for the report before the first part, when the server has `sent_bytes` bytes.
     """
 
     key: str
@@ -58,10 +58,10 @@ class LocalFiles:
 
 
 def local_files(job: AnyJob) -> list[LocalFiles]:
-    """Return the files of a job that exist on this machine; hub ids and other paths are left out.
+    """Return the files of a job that exist on this machine, without hub ids and other paths.
 
-    Raises InvalidInput, naming the key, if a file cannot be sent, and for a relative path
-    of a file that does not exist: a server has other working directories.
+    Raises InvalidInput, naming the key, if a file cannot be sent, and for a relative path that does
+    not exist, because a server has another working directory.
     """
     uploads = []
     for key, name in named_files(job):
@@ -81,7 +81,7 @@ def local_files(job: AnyJob) -> list[LocalFiles]:
 
 
 def paths_of_server(job: AnyJob) -> list[tuple[str, str, str]]:
-    """Return (key, path, name of a similar file here or "") of each path that is not here."""
+    """Return (key, path, similar local file or "") of each path that does not exist here."""
     return [
         (key, name, _similar_path(Path(name)))
         for key, name in named_files(job)
@@ -90,7 +90,7 @@ def paths_of_server(job: AnyJob) -> list[tuple[str, str, str]]:
 
 
 class Uploader:
-    """Sends files to one server, each content once."""
+    """Uploads files to a server. Equal contents are sent once."""
 
     def __init__(self, connection: ServerConnection, stub: DistillStub, report: Report) -> None:
         self._connection = connection
@@ -100,7 +100,7 @@ class Uploader:
         self._paths: dict[tuple[Path, ...], str] = {}
 
     def upload(self, job: _Job) -> _Job:
-        """Send the local files of a job; return the job with their paths on the server."""
+        """Upload the local files of a job. Return the job with the paths on the server."""
         for local in local_files(job):
             sources = tuple(local.files.values())
             if sources not in self._paths:
@@ -109,7 +109,7 @@ class Uploader:
         return job
 
     def _upload_files(self, local: LocalFiles) -> str:
-        """Send files, resuming after broken connections; return their path on the server."""
+        """Upload files, resuming after broken connections. Return their path on the server."""
         upload = _Upload(local, self._digests)
         request = pb.BeginUploadRequest(files=upload.files)
 
@@ -153,7 +153,7 @@ class Uploader:
 
 @dataclass
 class _Upload:
-    """One upload: its files and its progress. server_bytes: bytes that the server reported."""
+    """An upload: its files and its progress. server_bytes: bytes that the server has received."""
 
     local: LocalFiles
     digests: dict[Path, str]
@@ -181,12 +181,12 @@ class _Upload:
 
     @property
     def progress(self) -> UploadProgress:
-        """The bytes of different files, each counted once."""
+        """The number of received bytes. Equal files are counted once."""
         size = sum(size for _, size in self.sources.values())
         return UploadProgress(self.local.key, self.sent_bytes, size)
 
     def begin(self, missing: Sequence[pb.MissingFile]) -> None:
-        """Store the list of missing files, each with the offset of its first missing byte."""
+        """Store the list of missing files with the offset of the first missing byte of each."""
         self.missing = missing
         missing_bytes = sum(
             self.sources[missing_file.sha256][1] - missing_file.offset for missing_file in missing
@@ -194,7 +194,9 @@ class _Upload:
         self.server_bytes = self.sent_bytes = self.progress.size - missing_bytes
 
     def parts(self) -> Iterator[pb.FilePart]:
-        """Yield the missing parts. If a file cannot be read, end early, and keep the `fault`."""
+        """Yield the missing parts. If a file cannot be read, end early and store the error in
+        `fault`.
+        """
         for missing_file in self.missing:
             source, size = self.sources[missing_file.sha256]
             offset = missing_file.offset
@@ -223,7 +225,7 @@ class _Upload:
 
 
 def _refuse_missing(key: str, name: str) -> None:
-    """Raise InvalidInput if a name that does not exist here can only be a file of this machine."""
+    """Raise InvalidInput for a name that does not exist here and can only be a local file."""
     path = Path(name)
     # "models/student" may be a hub id, unless there is a directory "models".
     has_local_parent = path.parent != Path() and path.parent.is_dir()
@@ -242,7 +244,7 @@ def _refuse_missing(key: str, name: str) -> None:
 
 
 def _similar_path(path: Path) -> str:
-    """Return the path of the local file with the most similar name; "" if none is similar."""
+    """Return the path of the local file with the most similar name, or ""."""
     try:
         names = os.listdir(path.parent)
     except OSError:
@@ -286,7 +288,7 @@ def _list_files(key: str, place: Path) -> LocalFiles:
 
 
 def _folder_files(key: str, place: Path) -> Iterator[Path]:
-    """Yield the files below a directory; links to files are followed, hidden files left out."""
+    """Yield the files below a directory. Links to files are followed; hidden files are skipped."""
     for path in sorted(place.iterdir()):
         if path.name.startswith("."):
             continue
@@ -303,7 +305,7 @@ def _folder_files(key: str, place: Path) -> Iterator[Path]:
 
 
 def _refuse_images(job: AnyJob, key: str, name: str) -> None:
-    """Raise InvalidInput if the first record of a file of prompts names its images by path."""
+    """Raise InvalidInput if the first record of a prompt file names its images by path."""
     column = getattr(job.data, "image_column", None)
     reads_images = key == "data.path" or key == "data.eval_path" or key.startswith("data.mix.")
     if column is None or not reads_images or not name.endswith(FILE_SUFFIXES):

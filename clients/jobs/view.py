@@ -1,4 +1,4 @@
-"""JobView: the progress of a job, accumulated from its events, for every display."""
+"""JobView: the progress of a job, accumulated from its events, for all displays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KL = {"kl": "kl/teacher", "kl bound": "kl/teacher_bound"}
 class JobView:
     """The current state of a job, and its history of KL and evaluations, built by `add`.
 
-    One thread calls `add`; a display may read from another thread.
+    One thread calls `add`. Another thread may read for display.
     """
 
     job_id: str
@@ -35,7 +35,7 @@ class JobView:
     _clock: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def add(self, event: JobEvent) -> None:
-        """Apply the next event. Events must come in order of `seq`."""
+        """Apply the next event. Events must arrive in order of `seq`."""
         if event.attempt != self.attempt:
             self._clock.clear()
         self.state, self.phase, self.reason = event.state, event.phase, event.reason
@@ -55,7 +55,9 @@ class JobView:
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimated seconds to the last step, from the speed of recent steps; None if unknown."""
+        """Estimated seconds until the last step, from the speed of recent steps, or None if
+        unknown.
+        """
         clock = list(self._clock)  # a copy, because a live display reads it from another thread
         if len(clock) < 2 or self.state is not JobState.RUNNING:
             return None
@@ -88,12 +90,12 @@ class JobView:
 
 
 def kl_of(metrics: Mapping[str, float]) -> tuple[str, float] | None:
-    """Return label and value of the KL, or of its lower bound; None if neither was measured."""
+    """Return label and value of the KL or of its lower bound, or None if neither was measured."""
     return next(((label, metrics[name]) for label, name in KL.items() if name in metrics), None)
 
 
 def evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the held-out metrics of a step (names that start with `eval/`), no standard errors."""
+    """Return the held-out metrics of a step (names start with `eval/`), without standard errors."""
     return {
         name: value
         for name, value in metrics.items()
@@ -102,7 +104,7 @@ def evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def sparkline(history: Sequence[float], *, width: int = 60, unicode: bool = True) -> str:
-    """Draw a history in at most `width` characters, each the mean of an equal part of it."""
+    """Draw a history in at most `width` characters. Each character is the mean of an equal part."""
     size = max(1, len(history) / width)
     parts = (
         history[int(index * size) : int((index + 1) * size)]

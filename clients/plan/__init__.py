@@ -1,1 +1,1 @@
-"""What `distill plan` and `distill pair` compute and print before anything is loaded."""
+"""The computations and outputs of `distill plan` and `distill pair`, which load no weights."""

@@ -1,11 +1,12 @@
 """The memory of one process of a training job, computed from the sizes of the student.
 
-A process holds weights, optimizer state and anchor all the time. Beside them, each stage of a step
-needs additional memory: sampling, scoring, learning, the optimizer. The peak is that of the stage
-with the largest need. docs/training.md explains each line, and the benchmark
-`benchmarks/models/memory_plan.py` measures it.
+A process always holds weights, optimizer state and anchor. Each stage of a step (sampling, scoring,
+learning, optimizer) needs additional memory. The stage with the largest memory determines the peak.
+docs/training.md explains each line, and `benchmarks/models/memory_plan.py` compares the plan with
+measurements.
 
-Left out: loading, memory outside PyTorch (CUDA context, NCCL: about 1 GiB), and fragmentation.
+The plan excludes loading, memory outside PyTorch (CUDA context, NCCL: about 1 GiB), and
+fragmentation.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ _BLOCK, _MIN_SIZE = 64, 4096
 
 @dataclass(frozen=True)
 class Load:
-    """What decides the memory of a process.
+    """The quantities that determine the memory of a process.
 
-    sharded: FSDP2 over `processes`; otherwise DDP, or a single process. tensor_parallel: processes
-    of a group that divides the layers. context_parallel: processes of a group that divides the
-    tokens of a micro-batch. bf16: dtype of the computation. checkpointing: the key
-    `student.gradient_checkpointing`. lora: rank of the adapters; 0 trains all weights. train_head:
-    with adapters, the head too. tokens: padded tokens of a micro-batch. line: tokens of its longest
-    sequence. sampled: sequences that are sampled at a time, of `sampled_line` tokens each, of which
-    the first `sampled_prompt` are read in one forward pass; 0: none. narrow_moments: AdamW's
-    moments are in 8 bits. critic_tokens: tokens of a step whose hidden states the critic reads; 0:
-    no critic. cuda: a GPU, or the CPU. engine: bytes of a rollout engine on the same GPU.
-    engine_sleeps: it frees them while the trainer learns. cpu_offload: shards lie in host memory.
+    sharded: FSDP2 over `processes`; otherwise DDP or a single process. tensor_parallel: size of the
+    groups that share the layers. context_parallel: size of the groups that share the tokens of a
+    micro-batch. bf16: compute dtype. checkpointing: the key `student.gradient_checkpointing`. lora:
+    rank of the adapters; 0 trains all weights. train_head: with adapters, also train the head.
+    tokens: padded tokens of a micro-batch. line: tokens of its longest sequence. sampled: number of
+    sequences sampled together, of `sampled_line` tokens each; the first `sampled_prompt` tokens are
+    read in one forward pass; 0 if the process does not sample. narrow_moments: AdamW moments in 8
+    bits. critic_tokens: tokens of a step whose hidden states the critic reads; 0 without a critic.
+    cuda: GPU or CPU. engine: bytes of a rollout engine on the same GPU. engine_sleeps: the engine
+    frees these bytes while the trainer learns. cpu_offload: shards are in host memory.
     """
 
     shape: ModelShape
@@ -65,12 +66,12 @@ class Load:
 
     @property
     def shards(self) -> int:
-        """Number of processes over which FSDP2 shards what a process of a group has."""
+        """Number of processes over which FSDP2 shards the weights of one process of a group."""
         return self.processes // self.tensor_parallel if self.sharded else 1
 
     @property
     def part(self) -> ModelShape:
-        """The sizes of what a process of a group computes: its heads, its units of the MLP."""
+        """The sizes of the part that one process of a group computes: its heads, its MLP units."""
         group = self.tensor_parallel
         return replace(
             self.shape,
@@ -81,12 +82,12 @@ class Load:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number in the dtype of the computation."""
+        """Bytes of a number in the compute dtype."""
         return BFLOAT16 if self.bf16 else FLOAT32
 
     @property
     def trained_layer(self) -> int:
-        """Number of trainable weights of a layer, of the part that a process computes."""
+        """Number of trainable weights of a layer, in the part of one process."""
         if self.lora:
             return sum(self.lora * (inside + out) for inside, out in self.part.linear_modules)
         return self.part.linear_weights + self.part.other_weights
@@ -100,12 +101,12 @@ class Load:
 
     @property
     def trained(self) -> int:
-        """Number of trainable weights of the part that a process computes; they are float32."""
+        """Number of trainable weights in the part of one process. Their dtype is float32."""
         return self.shape.layers * self.trained_layer + self.trained_root
 
     @property
     def trained_matrices(self) -> list[tuple[int, int]]:
-        """(rows, row length) of every trainable weight that is a matrix."""
+        """(rows, row length) of every trainable matrix."""
         layer = self.shape.linear_modules
         if self.lora:
             pairs = [((self.lora, inside), (out, self.lora)) for inside, out in layer]
@@ -117,7 +118,7 @@ class Load:
 
     @property
     def frozen(self) -> int:
-        """Number of frozen weights; they have the dtype of the computation."""
+        """Number of frozen weights. Their dtype is the compute dtype."""
         return self.part.weights - (self.trained_root if self.lora else self.trained)
 
     @property
@@ -133,12 +134,12 @@ class Load:
 
 
 def resident_bytes(load: Load) -> dict[str, int]:
-    """Return the bytes, by part, that a process holds on its GPU between two updates.
+    """Return the bytes that a process holds on its GPU between two updates, by part.
 
-    float32 weights, AdamW's two moments and the anchor, divided by the shards; frozen weights in
-    the dtype of the computation. The moments are float32, or in 8 bits with a scale per block. DDP
-    keeps its buffers of gradients from the first backward pass on. The critic has one weight per
-    unit of the hidden states. A rollout engine may work beside the trainer.
+    These are the float32 weights, AdamW's two moments and the anchor, divided by the shards, and
+    frozen weights in the compute dtype. The moments are float32, or 8 bits with a scale per block.
+    DDP keeps its gradient buffers after the first backward pass. The critic has one weight per unit
+    of the hidden states. A rollout engine may share the GPU.
     """
     buffers = 0 if load.sharded or load.processes == 1 else FLOAT32 * load.trained
     return {
@@ -166,7 +167,7 @@ def host_bytes(load: Load) -> int:
 
 
 def _gradient_bytes(load: Load) -> int:
-    """Return the bytes of gradients on a GPU; with CPU offload, of one layer at a time."""
+    """Return the bytes of gradients on a GPU; with CPU offload, those of one layer."""
     on_gpu = max(load.trained_layer, load.trained_root) if load.cpu_offload else load.trained
     return FLOAT32 * on_gpu // load.shards
 
@@ -183,8 +184,9 @@ def _moment_bytes(load: Load) -> int:
 def saved_per_token(load: Load) -> int:
     """Return the bytes per token that autograd saves in one layer for its backward pass.
 
-    Without gradient checkpointing. The order below is that of the layer: both norms, queries and
-    keys, attention, MLP. Under autocast, a linear module saves a bfloat16 copy of its input.
+    This is without gradient checkpointing. The order of the terms is that of the layer: both norms,
+    queries and keys, attention, MLP. Under autocast, a linear module saves a bfloat16 copy of its
+    input.
     """
     s, c = load.part, load.itemsize
     h, q, k, i = s.hidden, s.queries, s.keys, s.intermediate
@@ -212,7 +214,8 @@ def saved_per_token(load: Load) -> int:
 def products_per_token(load: Load) -> int:
     """Return the bytes per token of the matrix products and attention that "selective" saves.
 
-    Queries, keys, values, attention with its log-sum-exp, its projection, and the three of the MLP.
+    These are queries, keys, values, attention with its log-sum-exp, the output projection, and the
+    three products of the MLP.
     """
     s, lora = load.part, load.itemsize * load.lora * len(load.shape.linear_modules)
     outputs = 2 * s.queries + 2 * s.keys + 2 * s.hidden + 2 * s.intermediate
@@ -221,10 +224,11 @@ def products_per_token(load: Load) -> int:
 
 
 def _math_attention(load: Load) -> int:
-    """Return the bytes per token that the math kernel of attention saves beside q, k, v, output.
+    """Return the bytes per token that the math attention kernel saves in addition to q, k, v and
+    output.
 
-    Only the flash kernels support grouped heads, and they do not support float32. In float32 a GPU
-    computes full matrices of scores [heads, line], and expands keys and values to all heads.
+    Only the flash kernels support grouped heads, and they do not support float32. In float32, a GPU
+    computes full score matrices [heads, line], and expands keys and values to all heads.
     """
     s = load.part
     if not load.cuda or load.bf16 or s.heads == s.kv_heads:
@@ -235,7 +239,7 @@ def _math_attention(load: Load) -> int:
 def activation_bytes(load: Load) -> int:
     """Return the bytes saved for the backward pass at the end of the forward pass.
 
-    A layer that recomputes its activations saves its input, and if selective its matrix products.
+    A recomputing layer saves its input. In the mode `selective`, it also saves its matrix products.
     """
     s, policy = load.shape, load.checkpointing
     input_ = load.residual * s.hidden
@@ -268,7 +272,7 @@ def head_bytes(load: Load, *, learns: bool) -> int:
 
 
 def learning_bytes(load: Load) -> dict[str, int]:
-    """Return the bytes, by part, of an update beside the resident ones, at their peak."""
+    """Return the peak bytes of an update, by part, in addition to the resident bytes."""
     s, c = load.part, load.itemsize
     all_tokens, load = load.tokens, replace(load, tokens=-(-load.tokens // load.context_parallel))
     parts = {"gradients": _gradient_bytes(load)}
@@ -300,9 +304,9 @@ def learning_bytes(load: Load) -> dict[str, int]:
 
 
 def optimizer_bytes(load: Load) -> dict[str, int]:
-    """Return the bytes, by part, that AdamW's step needs beside the resident ones.
+    """Return the bytes of the AdamW step, by part, in addition to the resident bytes.
 
-    Moments in 8 bits are updated in float32, those of one weight at a time.
+    8-bit moments are updated in float32, for one weight at a time.
     """
     if load.cpu_offload:
         return {}
@@ -314,7 +318,7 @@ def optimizer_bytes(load: Load) -> dict[str, int]:
 
 
 def gathered_by_layer(load: Load) -> dict[str, int]:
-    """Return the bytes of the weights that FSDP2 gathers at a time for a pass."""
+    """Return the bytes of the weights that FSDP2 gathers at the same time for a pass."""
     s, c = load.part, load.itemsize
     wide_itemsize = c if load.lora else FLOAT32
     layer = c * s.linear_weights + wide_itemsize * s.other_weights
@@ -336,9 +340,9 @@ def gathered_bytes(load: Load) -> dict[str, int]:
 
 
 def _forward_bytes(load: Load, tokens: int) -> int:
-    """Return the bytes of one layer's forward pass without gradient: those of its MLP.
+    """Return the bytes of one layer's forward pass without gradient, which are those of its MLP.
 
-    Gate, up and their product; the residual, and two tensors of its norm, which is float32.
+    The terms are gate, up and their product, the residual, and two tensors of the float32 norm.
     Adapters add an output, and read a float32 copy of a bfloat16 input.
     """
     s, c = load.part, load.itemsize
@@ -350,9 +354,10 @@ def _forward_bytes(load: Load, tokens: int) -> int:
 
 
 def sampling_bytes(load: Load) -> dict[str, int]:
-    """Return the bytes, by part, of sampling beside the resident ones; {} if nothing is sampled.
+    """Return the bytes of sampling, by part, in addition to the resident bytes; {} without
+    sampling.
 
-    A rollout engine that sleeps while the trainer learns counts here and in `scoring_bytes`.
+    A rollout engine that sleeps while the trainer learns is counted here and in `scoring_bytes`.
     """
     if awake := _awake_engine(load):
         return awake
@@ -369,7 +374,9 @@ def sampling_bytes(load: Load) -> dict[str, int]:
 
 
 def _awake_engine(load: Load) -> dict[str, int]:
-    """Return the bytes of an engine that sleeps while the trainer learns; {} if there is none."""
+    """Return the bytes of an engine that sleeps while the trainer learns; {} without such an
+    engine.
+    """
     return {"rollout engine": load.engine} if load.engine and load.engine_sleeps else {}
 
 
@@ -386,7 +393,9 @@ def scoring_bytes(load: Load) -> dict[str, int]:
 
 
 def stage_bytes(load: Load) -> dict[str, dict[str, int]]:
-    """Return the bytes of each stage, by part, beside the resident ones; {}: no such stage."""
+    """Return the bytes of each stage, by part, in addition to the resident bytes; {}: no such
+    stage.
+    """
     return {
         "sampling": sampling_bytes(load),
         "scoring": scoring_bytes(load),

@@ -1,4 +1,4 @@
-"""Whether a job fits into the memory of a GPU, and which change of the job makes it fit."""
+"""Decides whether a job fits into the memory of a GPU, and finds changes that make the job fit."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _OFFLOAD: _Change = {"train": {"sharding": "fsdp2", "cpu_offload": True}}
 class MemoryPlan:
     """The memory of a process of a job on a GPU, in bytes.
 
-    parts: bytes of each stage by part. peak: of the largest stage. usable: what tensors may use.
-    micro_batch: maximum tokens per micro-batch that fit; 0: not even one sequence fits. changes:
-    sentences on what makes the job fit; empty if it fits. longest: tokens of the longest sequence
-    of the job's store; None if it has no store, or one that cannot be read.
+    parts: bytes of each stage by part. peak: of the largest stage. usable: bytes for tensors.
+    micro_batch: maximum tokens per micro-batch that fit; 0 if not even one sequence fits. changes:
+    sentences about changes that make the job fit; empty if it fits. longest: tokens of the longest
+    sequence of the job's store; None without a readable store.
     """
 
     load: Load
@@ -67,7 +67,7 @@ class MemoryPlan:
 
 
 def plan_of(job: AnyTraining, shape: ModelShape, memory: float) -> MemoryPlan:
-    """Return the plan of a job. `shape`: sizes of its student. `memory`: GiB of a GPU."""
+    """Return the plan of a job. `shape`: sizes of its student. `memory`: GiB per GPU."""
     usable = round(USABLE * memory * GIB)
     longest = longest_stored(job)
     load = load_of(job, shape, longest, usable=usable)
@@ -81,10 +81,10 @@ def plan_of(job: AnyTraining, shape: ModelShape, memory: float) -> MemoryPlan:
 
 
 def shape_of_student(job: AnyTraining) -> ModelShape:
-    """Return the sizes of the job's student; loads no weights.
+    """Return the sizes of the job's student. Loads no weights.
 
-    Raises InvalidInput (`student.model`) if they are not known, or if the headers of the weights
-    have another number of weights than config.json states.
+    Raises InvalidInput (`student.model`) if the sizes are unknown, or if the headers of the weight
+    files contradict config.json.
     """
     shape, directory = read_shape(job.student.model, job.student.revision)
     stored = parameters_of(directory)
@@ -106,11 +106,11 @@ def load_of(
     cuda: bool = True,
     usable: int = 0,
 ) -> Load:
-    """Return the sizes of the job that decide the memory of one of its processes.
+    """Return the quantities of the job that determine the memory of one of its processes.
 
-    Prompts and answers count with the maximum length that the job allows. Sequences of a store
-    count with its `longest` one; without a readable store (None), with a whole micro-batch.
-    `usable`: bytes of a GPU for tensors; an engine on the same GPU uses a part of them.
+    Prompts and answers have the maximum length that the job allows. Sequences of a store have the
+    length `longest`; without a readable store (None), that of a whole micro-batch. `usable`: bytes
+    of a GPU for tensors, of which an engine on the same GPU uses a part.
     """
     processes, token_budget = job.train.processes, job.train.tokens_per_micro_batch
     sequence_tokens, update_sequences, step_sequences = _sequence_counts(job, longest)
@@ -147,9 +147,9 @@ def load_of(
 
 
 def _shared_engine(rollouts: RolloutsConfig, load: Load, usable: int) -> int:
-    """Return the bytes of an engine on the trainer's GPU; 0 if there is none.
+    """Return the bytes of an engine on the trainer's GPU; 0 without such an engine.
 
-    `load`: the load of a trainer that samples itself.
+    `load`: the load of a trainer that samples without an engine.
     """
     if rollouts.gpus or not rollouts.replicas:
         return 0
@@ -165,7 +165,8 @@ def _shared_engine(rollouts: RolloutsConfig, load: Load, usable: int) -> int:
 def _sequence_counts(job: AnyTraining, longest: int | None) -> tuple[int, int, int]:
     """Return the tokens of the longest sequence, and two numbers of sequences per process.
 
-    The numbers: sequences of an update, and maximum sequences sampled in a step or an evaluation.
+    The numbers are the sequences of an update, and the maximum number of sequences sampled in a
+    step or an evaluation.
     """
     micro_batch = job.train.tokens_per_micro_batch
     sequence_tokens = longest or (micro_batch if job.stores else job.longest_sequence)
@@ -175,9 +176,9 @@ def _sequence_counts(job: AnyTraining, longest: int | None) -> tuple[int, int, i
 
 
 def longest_stored(job: TrainingJob) -> int | None:
-    """Return the tokens of the longest sequence of the job's store; None if it cannot be read.
+    """Return the tokens of the longest sequence of the job's store; None without a readable store.
 
-    None too if the job has no store. A store at a URL is not read: the job's program copies it.
+    A store at a URL is not read, because the job's program copies it later.
     """
     path = job.stores.get("data.path")
     if path is None or is_object_url(path):
@@ -193,7 +194,7 @@ def largest_micro_batch(
 ) -> int:
     """Return the maximum tokens per micro-batch that fit; 0 if not even one sequence fits.
 
-    The search ends at the process's sequences per step: a larger micro-batch changes nothing.
+    The search ends at the process's sequences per step, because larger micro-batches are not used.
     """
     sequence_tokens, update_sequences, step_sequences = _sequence_counts(job, longest)
     # Binary search: memory grows with the number of sequences.
@@ -213,7 +214,7 @@ def largest_micro_batch(
 def changes_of(
     job: AnyTraining, shape: ModelShape, usable: int, micro_batch: int, longest: int | None = None
 ) -> list[str]:
-    """Return a sentence on each change that saves memory, and on all together if none suffices."""
+    """Return a sentence for each change that saves memory, or for all together if none suffices."""
     sentences = []
     changed_job: AnyTraining = job
     for name, change in {
@@ -247,7 +248,7 @@ def changes_of(
 def _offload_changes(
     job: AnyTraining, shape: ModelShape, usable: int, longest: int | None
 ) -> list[str]:
-    """Return a sentence on CPU offload, if the job supports it and fits with it; otherwise []."""
+    """Return a sentence about CPU offload if the job supports it and then fits; otherwise []."""
     train = job.train
     if train.cpu_offload or train.tensor_parallel > 1 or train.optimizer != "adamw":
         return []
@@ -263,9 +264,9 @@ def _offload_changes(
 def _shared_tokens(
     job: AnyTraining, shape: ModelShape, usable: int, micro_batch: int, longest: int | None
 ) -> Mapping[str, _Change]:
-    """Return context parallelism as a change: the smallest group that fits, or the largest one.
+    """Return context parallelism as a change: the smallest group that fits, or the largest group.
 
-    {} if a micro-batch of one sequence fits without it, or if the job cannot have such groups.
+    {} if a micro-batch of one sequence fits without groups, or if the job does not support groups.
     """
     if micro_batch or job.train.tensor_parallel > 1 or job.student.compile:
         return {}
@@ -289,7 +290,7 @@ def _shared_tokens(
 def _count_enough_processes(
     job: AnyTraining, shape: ModelShape, usable: int, longest: int | None
 ) -> int | None:
-    """Return the fewest processes, doubled from the job's, that fit with FSDP2; None if none do."""
+    """Return the fewest processes with which FSDP2 fits (doubled from the job's), or None."""
     count = 2 * job.train.processes
     while count <= min(_MAX_PROCESSES, job.max_processes):
         tried_job = with_changes(job, {"train": {"processes": count, "sharding": "fsdp2"}})
@@ -316,7 +317,7 @@ def _is_change(job: AnyTraining, change: _Change) -> bool:
 
 
 def with_changes(job: AnyTraining, change: _Change) -> AnyTraining:
-    """Return a copy of the job with new values of keys, by table. They are not validated."""
+    """Return a copy of the job with new values of keys, by table. The values are not validated."""
     tables = {
         table: getattr(job, table).model_copy(update=dict(values))
         for table, values in change.items()

@@ -1,4 +1,4 @@
-"""What `distill plan` prints of the memory of a job."""
+"""The output of `distill plan`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def format_summary(plan: MemoryPlan) -> str:
 
 
 def format_engines(config: TrainingJob) -> str:
-    """Return a sentence on how trainer and engines divide the GPUs; "" without engine GPUs."""
+    """Return a sentence on the division of GPUs between trainer and engines; "" without engine
+    GPUs.
+    """
     rollouts = config.rollout_engine
     if rollouts is None or not rollouts.gpus:
         return ""
@@ -57,7 +59,7 @@ def _format_count(weights: int) -> str:
 
 
 def part_rows(plan: MemoryPlan) -> list[dict[str, str]]:
-    """Return the rows of the table: one per part and their total, in GiB by stage."""
+    """Return the rows of the table: one per part and a total, in GiB by stage."""
     stages = plan.parts.items()
     names = dict.fromkeys(name for parts in plan.parts.values() for name in parts)
     totals = {stage: gib(sum(parts.values())) for stage, parts in stages}
@@ -73,7 +75,7 @@ def part_rows(plan: MemoryPlan) -> list[dict[str, str]]:
 
 
 def conclusion_lines(plan: MemoryPlan, memory: float) -> list[str]:
-    """Return the verdict, and the changes that make the job fit. `memory`: of a GPU, in GiB."""
+    """Return whether the job fits, and the changes that make it fit. `memory`: GiB per GPU."""
     verdict = "fits" if plan.fits else "does not fit"
     lines = [
         f"\nThe job {verdict}: {gib(plan.peak)} GiB of {gib(plan.usable)} GiB"

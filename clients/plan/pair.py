@@ -1,4 +1,4 @@
-"""What a teacher and a student can do together, from their directories. Imports no torch."""
+"""Checks the compatibility of a teacher and a student directory. Does not import torch."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _BRACKETS = re.compile(r"[{}()\[\];<>_#]")
 class PairReport:
     """The report of a pair.
 
-    same: whether it has one tokenizer; None if that is unknown. difference: the first one between
-    the tokenizers. roles: tokens of student and teacher with the same role, if no others differ;
-    missing: tokens that stand for text and have no role in the other tokenizer. shares: by kind of
-    text, if the tokenizers have to be aligned. refusals: why the pair cannot be trained. loss: what
-    a job would minimise. lines: for the job file.
+    same: whether both have the same tokenizer; None if unknown. difference: the first difference
+    between the tokenizers. roles: special tokens of student and teacher with the same role, if only
+    special tokens differ; missing: tokens with text and without a counterpart. shares: by kind of
+    text, if the tokenizers must be aligned. refusals: reasons why the pair cannot be trained. loss:
+    the objective of a job. lines: lines for the job file.
     """
 
     same: bool | None
@@ -53,9 +53,10 @@ class PairReport:
 
 
 def pair_report(teacher: Path, student: Path, texts: Iterable[str]) -> PairReport:
-    """Compare two Hugging Face directories, and align their tokens on texts if they differ.
+    """Compare two Hugging Face directories, and align their tokens on texts if the tokenizers
+    differ.
 
-    Raises InvalidInput if that needs a package that is not installed.
+    Raises InvalidInput if a required package is not installed.
     """
     teacher_tokens, student_tokens = tokens_in(teacher), tokens_in(student)
     if teacher_tokens is None or student_tokens is None:
@@ -122,10 +123,10 @@ def _read_roles(teacher: Path, student: Path) -> SpecialTokenMap | None:
 
 
 def texts_in(path: str, columns: Sequence[str], max_records: int) -> list[str]:
-    """Return the texts of the first `max_records` records of a data set, one for each record.
+    """Return the texts of the first `max_records` records of a data set, one per record.
 
-    `columns`: columns to read; empty: all with a text or messages. Raises InvalidInput if there
-    is no text.
+    `columns`: columns to read; empty: all columns with a text or messages. Raises InvalidInput if
+    there is no text.
     """
     records = islice(DataSet(path, field="--data").records(columns), max_records)
     texts = ["\n".join(_texts_of(record, columns)) for record in records]
@@ -163,7 +164,7 @@ def _report_one_tokenizer(teacher: Path, student: Path, tokens: Sequence[str]) -
 
 
 def kind_of(text: str) -> str:
-    """Return `other scripts`, `code`, `maths` or `prose`, from the shares of characters."""
+    """Classify a text as `other scripts`, `code`, `maths` or `prose` by shares of characters."""
     length = max(len(text), 1)
     if len(_OTHER_LETTERS.findall(text)) > 0.3 * length:
         return "other scripts"
@@ -173,7 +174,7 @@ def kind_of(text: str) -> str:
 
 
 def summary_lines(report: PairReport) -> list[str]:
-    """Return what `distill pair` prints of the two tokenizers."""
+    """Return the lines of `distill pair` about the two tokenizers."""
     lines = []
     if report.same is not None:
         lines.append(f"tokenizer: {'the same' if report.same else 'another one'}")
@@ -203,7 +204,7 @@ def share_rows(report: PairReport) -> list[dict[str, object]]:
 
 
 def conclusion_lines(report: PairReport) -> list[str]:
-    """Return what a job would minimise and needs in its job file, or why it is refused."""
+    """Return the objective of a job and its required keys, or why the pair is refused."""
     if report.refusals:
         return [f"The pair cannot be trained: {reason}" for reason in report.refusals]
     lines = [f"\nloss: {report.loss}"]

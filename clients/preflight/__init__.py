@@ -1,1 +1,1 @@
-"""Checks of a job before it is queued or started. Imports no torch."""
+"""Checks of a job before it is queued or started. Does not import torch."""

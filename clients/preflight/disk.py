@@ -25,14 +25,13 @@ _MAX_HEADER_BYTES = 32 << 20
 def check_space(config: TrainingJob, run: Path, *, here: bool = True) -> None:
     """Raise WrongState if the disk has too little space for the files of the job.
 
-    Those are its checkpoints, its export, and the versions of the weights for rollout engines,
-    unless they are in memory. `run` is the run directory, or the directory in which it will be
-    made. `here`: the job's program runs on this machine. Files of earlier attempts count as
-    available space.
+    The files are checkpoints, the export, and the versions of the weights for rollout engines,
+    unless these are in memory. `run`: the run directory or its future parent directory. `here`: the
+    job's program runs on this machine. Files of earlier attempts count as available space.
 
-    The estimate is a lower bound. It takes all weights as float32, the dtype of trained weights.
-    It leaves out other jobs, logs, rows, adapters, a best checkpoint that is not among the newest,
-    and students from the hub, whose size is unknown here.
+    The estimate is a lower bound. It assumes float32, the dtype of trained weights. It excludes
+    other jobs, logs, rows, adapters, a best checkpoint that is not among the newest, and students
+    from the hub, whose size is unknown here.
     """
     checkpoint_bytes, export_bytes = _file_sizes(config)
     saves = math.ceil(config.max_steps / config.checkpoint.every)
@@ -68,7 +67,7 @@ def check_space(config: TrainingJob, run: Path, *, here: bool = True) -> None:
 
 
 def _field_and_hint(config: TrainingJob, *, by_versions: bool) -> dict[str, str]:
-    """Return field and hint. `by_versions`: only the versions of the weights exceed the space."""
+    """Return field and hint. `by_versions`: the versions of the weights alone exceed the space."""
     if by_versions:
         memory = "free disk space, or enlarge /dev/shm, where they are if it has room"
         return {"field": "rollouts.lag", "hint": f"lower it, {memory}"}
@@ -79,9 +78,10 @@ def _field_and_hint(config: TrainingJob, *, by_versions: bool) -> dict[str, str]
 
 
 def _count_versions(config: TrainingJob, *, here: bool) -> tuple[int, int]:
-    """Return the number of versions of the weights in the run directory, and the bytes of one.
+    """Return the number of versions of the weights in the run directory, and the bytes of one
+    version.
 
-    (0, 0) if they are in memory, or unknown here: on a cluster, or of a student with adapters.
+    (0, 0) if the versions are in memory, or unknown: on a cluster, or of a student with adapters.
     """
     rollouts = config.rollout_engine
     if not here or rollouts is None or config.student.lora is not None:
@@ -120,7 +120,9 @@ def _file_sizes(config: TrainingJob) -> tuple[int, int]:
 
 
 def _weight_files(model: Path) -> set[str]:
-    """Return the files that transformers would read; others may hold the same weights again."""
+    """Return the weight files that transformers would read. Other files may contain the same
+    weights.
+    """
     if (model / "model.safetensors").is_file():
         return {"model.safetensors"}
     index = read_document(model / "model.safetensors.index.json")
@@ -137,7 +139,7 @@ def _parameters_in(file: Path) -> int:
 
 
 def _replaceable_bytes(run: RunDirectory) -> int:
-    """Return the bytes of the files of earlier attempts, which this attempt replaces."""
+    """Return the bytes of files of earlier attempts, which this attempt replaces."""
     directories = (run.checkpoints, run.export, run.weights)
     files = (file for directory in directories for file in directory.rglob("*"))
     return sum(file.lstat().st_size for file in files if not file.is_dir())

@@ -1,8 +1,8 @@
 """Checks of a job on the machine that will run it: packages, files, trackers and disk space.
 
-The checks import no torch and take milliseconds. A server makes them before it queues a job, and
-the job's program makes them again when it starts, because files may have changed since. The checks
-that need a reply from a teacher are in `teachers.py`.
+The checks do not import torch and take milliseconds. A server runs them before it queues a job. The
+job's program runs them again when it starts, because files may have changed. `teachers.py` has the
+checks that need a response from a teacher.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ RELATIVE_PATH_HINT = "relative paths start at the current directory"
 
 
 def check_template(config: JobConfig, model: str) -> None:
-    """Raise InvalidInput if the tokenizer of `model` has no chat template that the job's keys need.
+    """Raise InvalidInput if the job's keys need a chat template and the tokenizer of `model` has
+    none.
 
-    A hub id, and files that cannot be interpreted, are left to the job's program.
+    Hub ids and files that cannot be interpreted are checked later by the job's program.
     """
     student = getattr(config, "student", None)
     chat_template = getattr(student, "chat_template", None)
@@ -79,11 +80,11 @@ def check_here(
 ) -> None:
     """Check the packages, files, data, trackers, GPUs, disk space and store of a job.
 
-    `run` is the run directory, or the directory in which it will be made. `hint` is the hint of
-    errors about missing files. `here` is false if the job's program runs on other machines (of a
-    Ray cluster): then this machine needs neither its packages nor its GPUs.
+    `run`: the run directory or its future parent directory. `hint`: the hint of errors about
+    missing files. `here`: false if the job's program runs on other machines (of a Ray cluster);
+    this machine then needs neither its packages nor its GPUs.
 
-    Raises InvalidInput, WrongState, or another DistillError of the first check that fails.
+    Raises InvalidInput, WrongState, or another DistillError of the first failed check.
     """
     if here:
         check_packages(config)
@@ -110,8 +111,8 @@ def check_files(config: AnyJob, hint: str = RELATIVE_PATH_HINT) -> None:
     """Raise InvalidInput if a file or directory that the job names does not exist.
 
     Only names that must be paths are checked: with a file suffix, a leading "/", "./", "../" or
-    "~", or more than one "/". Any other name may be a hub id. Of a URL only the form is checked:
-    the job's program, which has the credentials, looks for the object.
+    "~", or more than one "/". Other names may be hub ids. Only the form of a URL is checked: the
+    job's program has the credentials and opens the object.
     """
     for key, url in named_urls(config):
         _check_url(key, url)
@@ -144,9 +145,9 @@ def _check_url(key: str, url: str) -> None:
 
 
 def check_student(student: StudentConfig | EvaluatedModel) -> None:
-    """Raise InvalidInput if the model is a local directory that is no usable model.
+    """Raise InvalidInput if the model is a local directory that cannot be trained.
 
-    It lacks config, weights or a shard, is quantised, or has an adapter or code.
+    The directory lacks config, weights or a shard, is quantised, or contains an adapter or code.
     """
     path = Path(student.model)
     if path.is_dir():
@@ -176,7 +177,7 @@ def _check_engines(student: StudentConfig) -> None:
 def check_processes(config: TrainingJob) -> None:
     """Raise InvalidInput if a step or an evaluation has fewer sequences than processes.
 
-    A process without a sequence would block the others in a collective.
+    A process without a sequence would block the other processes in a collective.
     """
     for field, work in (
         ("train.prompts_per_step", config.sequences_per_step),

@@ -1,6 +1,6 @@
 """Checks that the packages of a job's program are installed, without importing them.
 
-The checks read the metadata of the installed distributions.
+The checks read the metadata of installed distributions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FLASH_MODULES = ("flash_attn", "flash_attn_interface", "kernels")
 
 
 def check_packages(config: JobConfig) -> None:
-    """Raise InvalidInput if packages are missing; the hint is the command that installs them."""
+    """Raise InvalidInput if packages are missing. The hint is the command that installs them."""
     for extra, user, field in config.extras:
         require_extra(extra, user, field=field)
     # Some builds of vLLM are distributed under other names than that of the extra.
@@ -44,7 +44,7 @@ def check_packages(config: JobConfig) -> None:
 
 
 def check_attention(student: StudentConfig) -> None:
-    """Raise InvalidInput if `student.attention` is "flash" and no package has that attention."""
+    """Raise InvalidInput if `student.attention` is "flash" and no installed package provides it."""
     if student.attention == "flash" and not any(map(find_spec, _FLASH_MODULES)):
         raise InvalidInput(
             "the attention 'flash' needs the package flash-attn, which is not installed",
@@ -67,7 +67,7 @@ _WANDB_URL = "https://api.wandb.ai"
 def check_trackers(track: TrackConfig) -> None:
     """Raise InvalidInput if a tracker is not installed, or if W&B has no API key.
 
-    Imports no tracker.
+    Does not import a tracker.
     """
     for name in ("wandb", "trackio"):
         if getattr(track, name) is not None and importlib.util.find_spec(name) is None:

@@ -1,7 +1,7 @@
-"""Check that the processes of tensor- and context-parallel groups can share the student.
+"""Checks that tensor- and context-parallel groups can divide the student. Does not import torch.
 
-Imports no torch. Only the numbers of config.json are checked here; `student_trainer/parallel`
-checks the modules of the student when the job starts.
+This module checks only the numbers in config.json. `student_trainer/parallel` checks the modules of
+the student when the job starts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_tensor_parallel(config: TrainingJob) -> None:
 def local_config(student: StudentConfig) -> dict[str, Any]:
     """Return the configuration of a local student's text model; {} if it cannot be read.
 
-    The job's program says what is wrong with the file.
+    The job's program reports the error in the file.
     """
     try:
         model_config = read_document(Path(student.model) / "config.json")
@@ -49,7 +49,9 @@ def local_config(student: StudentConfig) -> dict[str, Any]:
 
 
 def divided_counts(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return what a tensor-parallel group divides, by name, from a model's configuration."""
+    """Return the counts that a tensor-parallel group divides, by name, from a model's
+    configuration.
+    """
     values = {name: config.get(key) for key, name in _COUNT_KEYS.items()}
     return {name: count for name, count in values.items() if isinstance(count, int) and count > 0}
 
@@ -77,7 +79,7 @@ _HEADS = "heads of queries"
 
 
 def check_context_parallel(config: TrainingJob) -> None:
-    """Raise InvalidInput if a group does not divide the heads of a local student evenly.
+    """Raise InvalidInput if the group size does not divide the number of heads of a local student.
 
     A student from the hub is checked when the job starts.
     """
@@ -85,9 +87,9 @@ def check_context_parallel(config: TrainingJob) -> None:
 
 
 def refuse_indivisible_heads(config: Mapping[str, Any], size: int) -> None:
-    """Raise InvalidInput if `size` does not divide the heads of queries of a text model.
+    """Raise InvalidInput if `size` does not divide the number of query heads of a text model.
 
-    Heads of keys and values are repeated where a group has more processes.
+    Key and value heads are repeated if a group has more processes.
     """
     counts = divided_counts(config)
     heads = {_HEADS: counts[_HEADS]} if _HEADS in counts else {}

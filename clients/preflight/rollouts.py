@@ -33,7 +33,7 @@ _SECONDS = 5.0
 
 
 def gpus_here() -> list[str]:
-    """Return the names of the GPUs that programs of this process see, as CUDA_VISIBLE_DEVICES."""
+    """Return the names of the visible GPUs, as CUDA_VISIBLE_DEVICES selects them."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return [str(number) for number in range(len([*Path("/dev").glob("nvidia[0-9]*")]))]
@@ -41,9 +41,9 @@ def gpus_here() -> list[str]:
 
 
 def check_gpus(config: JobConfig) -> None:
-    """Raise InvalidInput if `rollouts.gpus` asks for more GPUs than this machine has.
+    """Raise InvalidInput if `rollouts.gpus` exceeds the number of GPUs of this machine.
 
-    Engines that have been placed on a cluster are not checked.
+    Engines on a cluster are not checked.
     """
     if not config.engine_gpus or PLACED in os.environ:
         return
@@ -59,7 +59,7 @@ def check_gpus(config: JobConfig) -> None:
 
 
 def not_rollouts(address: str) -> InvalidInput:
-    """Return the error for an address with another program."""
+    """Return the error for an address at which another program runs."""
     return InvalidInput(
         f"the server at {address} is not a rollout service",
         field=FIELD,
@@ -79,7 +79,7 @@ def check_protocol(address: str, protocol: int) -> None:
 
 
 def another_engine(engine: str, requested: str) -> WrongState:
-    """Return the error for a service with another engine than the job asks for."""
+    """Return the error for a service whose engine is not the engine of the job."""
     return WrongState(
         f"the service at rollouts.address has the engine {engine}, the job asks for {requested}",
         field="rollouts.engine",
@@ -88,7 +88,7 @@ def another_engine(engine: str, requested: str) -> WrongState:
 
 
 def check_rollouts(config: JobConfig, *, scope: str) -> None:
-    """Query the services at `rollouts.address`, if the job has any; waits at most 5 s.
+    """Check the services at `rollouts.address`, if the job has any. Waits at most 5 s.
 
     `scope`: see `open_channel`. Services that do not answer are logged. Raises Unavailable if none
     answers, InvalidInput if a server is another program or if its sequences are too short for the
@@ -126,7 +126,7 @@ def check_rollouts(config: JobConfig, *, scope: str) -> None:
 
 
 class _InfoCall(ExitStack):
-    """A call for the info of one service, which runs until `answer` is called."""
+    """A running call for the info of one service. `answer` waits for its result."""
 
     def __init__(self, address: str, scope: str) -> None:
         super().__init__()

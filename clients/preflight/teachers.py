@@ -1,4 +1,4 @@
-"""Checks that the teachers of a job can do what the job needs. Imports no torch."""
+"""Checks that the teachers support the job. Does not import torch."""
 
 from __future__ import annotations
 
@@ -35,34 +35,34 @@ class TeacherLimits(Protocol):
 
     @property
     def only_temperature_one(self) -> bool:
-        """Whether it scores at temperature 1 only."""
+        """Whether the teacher only scores at temperature 1."""
 
     @property
     def takes_images(self) -> bool:
-        """Whether its model reads the images of prompts."""
+        """Whether the teacher's model accepts images."""
 
 
 def services_of(config: JobConfig) -> Mapping[str, str | list[str]]:
     """Return the addresses of the teacher services that the job needs, by name.
 
-    A single teacher has the name "". The result is empty if the job needs no service, or one that
-    is started for it: `started_teacher.connected` returns the job with its address.
+    A single teacher has the name "". The result is empty if the job needs no service, or a service
+    that is started for the job: `started_teacher.connected` returns the job with its address.
     """
     return {} if config.started_teacher is not None else config.teacher_addresses
 
 
 def adapter_of(config: JobConfig) -> str:
-    """Return the adapter with which the job's teacher scores; "": none."""
+    """Return the adapter of the teacher that the job uses, or ""."""
     return (config.teacher_link and config.teacher_link.adapter) or ""
 
 
 def field_of(name: str) -> str:
-    """Return the key of the job that holds the address of the teacher with this name."""
+    """Return the key with the address of the teacher of this name."""
     return f"teachers.{name}" if name else "teacher.address"
 
 
 def label_of(name: str) -> str:
-    """Return the name of a teacher for messages: `teacher NAME`, or `teacher` for a single one."""
+    """Return the name of a teacher for messages: `teacher NAME`, or `teacher` without a name."""
     return f"teacher {name}".strip()
 
 
@@ -83,7 +83,7 @@ def check_teachers(config: AnyJob, infos: Mapping[str, TeacherInfo]) -> None:
 
 
 def _check_images(config: JobConfig, infos: Mapping[str, TeacherLimits]) -> None:
-    """Check that a teacher reads the images of the prompts; of several, at least one."""
+    """Check that the teacher, or at least one of several teachers, accepts images."""
     prompts = config.prompt_format
     if prompts is None or prompts.image_column is None or not infos:
         return
@@ -96,7 +96,7 @@ def _check_images(config: JobConfig, infos: Mapping[str, TeacherLimits]) -> None
 
 
 def check_capture(teacher: TeacherLimits, job: CaptureJob) -> None:
-    """Raise InvalidInput if the job asks for more than the teacher computes."""
+    """Raise InvalidInput if the job requests more than the teacher supports."""
     _check_images(job, {"": teacher})
     _check_temperature(teacher, "teacher", job.method.temperature)
     if job.teacher.top_k > teacher.max_top_k:
@@ -122,10 +122,10 @@ def check_capture(teacher: TeacherLimits, job: CaptureJob) -> None:
 
 
 def check_length(longest: int, model: str, limit: int | None) -> None:
-    """Raise InvalidInput if prompt and answer can have more tokens than `model` can read.
+    """Raise InvalidInput if prompt and answer can exceed the limit of `model`.
 
-    `longest` is the largest total of the job, `limit` the maximum of the model (None: no limit),
-    and `model` the name of the model for the message.
+    `longest`: maximum tokens of a sequence of the job. `limit`: maximum of the model (None: no
+    limit). `model`: name of the model for the message.
     """
     if limit is not None and longest > limit:
         raise InvalidInput(
@@ -177,7 +177,7 @@ def _check_temperature(info: TeacherLimits, label: str, temperature: float) -> N
 
 
 def _check_ids(info: TeacherInfo, label: str, request: RowRequest) -> None:
-    """Check that the teacher scores as many ids of the student as the reverse KL asks for."""
+    """Check that the teacher can score as many student ids per row as the reverse KL needs."""
     max_ids, ids = info.max_chosen_ids, request.top_k + request.draws
     if max_ids is None or not request.of_student or ids <= max_ids:
         return
@@ -196,7 +196,7 @@ def _check_ids(info: TeacherInfo, label: str, request: RowRequest) -> None:
 
 
 def _check_live_teacher(info: TeacherInfo, label: str, store: CapturedStore) -> None:
-    """Check that a running teacher matches a store: same tokenizer, and a large enough k."""
+    """Check that a running teacher matches a store: same tokenizer, sufficient maximum k."""
     hint = "start the teacher with a larger --max-top-k"
     _check_head(info, label, store.top_k, "teacher.address", hint)
     if info.only_temperature_one and store.temperature != 1:

@@ -1,9 +1,9 @@
-"""The token ids that a student and its teacher have in common. Imports no torch.
+"""The token ids that a student and its teacher have in common. Does not import torch.
 
-Many models have more logits than their tokenizer has tokens, and models of one family may differ
-in that: the logits of ids without a token are padding. Two such models agree on the first V0 ids,
-V0 being the smaller number of logits. Rows are then about those ids: softmax over the first V0
-logits on both sides.
+Many models have more logits than their tokenizer has tokens; the extra logits are padding. Models
+of one family may have different amounts of padding. Let V0 be the smaller number of logits. The two
+models agree on the first V0 ids, and rows are computed from the softmax over the first V0 logits on
+both sides.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from protos.errors import WrongState
 
 
 class TeacherWidth(Protocol):
-    """The logits of a teacher, from the info of a service or of an engine."""
+    """The logits of a teacher, according to the info of a service or an engine."""
 
     @property
     def vocab_size(self) -> int:
@@ -23,14 +23,14 @@ class TeacherWidth(Protocol):
 
     @property
     def takes_vocab_size(self) -> bool:
-        """Whether it can leave some of them out."""
+        """Whether the teacher can exclude the last logits."""
 
 
 def common_ids(student_logits: int, teacher_logits: int, label: str, tokens: Sequence[str]) -> int:
     """Return V0, the number of common ids of a student and a teacher or store.
 
     `tokens`: the tokens of both by id, "" for an unused id. Raises WrongState (`student.model`) if
-    the numbers of logits differ and an id from V0 on has a token, which makes it no padding.
+    the numbers of logits differ and an id of V0 or above has a token, and so is not padding.
     """
     common = min(student_logits, teacher_logits)
     first_token_id = next(
@@ -49,7 +49,7 @@ def common_ids(student_logits: int, teacher_logits: int, label: str, tokens: Seq
 
 
 def other_tokenizer(difference: str, label: str) -> WrongState:
-    """Return the error for a teacher with another tokenizer than the student, to raise."""
+    """Return the error for a teacher whose tokenizer differs from the student's."""
     hint = f"use a student with the {label}'s tokenizer"
     if label == "teacher":  # one of several (they have names) must share the tokenizer
         hint += ", or set teacher.tokenizer = 'auto' in an on_policy or rl job"
@@ -57,7 +57,7 @@ def other_tokenizer(difference: str, label: str) -> WrongState:
 
 
 def require_narrowing(teacher: TeacherWidth, common: int, label: str, field: str) -> None:
-    """Raise WrongState if a teacher cannot leave out its logits from id `common` on."""
+    """Raise WrongState if a teacher cannot exclude its logits from id `common` on."""
     if common < teacher.vocab_size and not teacher.takes_vocab_size:
         raise WrongState(
             f"the {label} has logits for {teacher.vocab_size} ids and cannot leave out those from"

@@ -27,8 +27,8 @@ def sign_of(metric: str) -> float:
 def best_step(points: Iterable[Point], steps: Collection[int]) -> int | None:
     """Return the step in `steps` with the best evaluation, or None if none was evaluated.
 
-    The best step has the largest eval/reward. Without rewards it has the smallest eval/kl, or
-    eval/kl_bound if a store allows only the bound, or eval/cross_entropy without a teacher. Of
+    With rewards, the best step has the largest eval/reward. Otherwise it has the smallest eval/kl,
+    or eval/kl_bound if the store allows only the bound, or eval/cross_entropy without a teacher. Of
     equal values, the later step is returned.
     """
     metrics_by_step = {point.step: point.metrics for point in points if point.step in steps}
@@ -45,8 +45,8 @@ def best_step(points: Iterable[Point], steps: Collection[int]) -> int | None:
 def unproven_gain(points: Iterable[Point], step: int) -> str:
     """Return a sentence if `step` is not clearly better than the first evaluation, otherwise "".
 
-    Clearly: by more than two standard errors of the difference, of evaluations taken as
-    independent. On the same prompts they are not, which makes the difference more certain.
+    Clearly better means by more than two standard errors of the difference, assuming independent
+    evaluations. Evaluations on the same prompts are correlated, so the true error is smaller.
     """
     metrics_by_step = {point.step: point.metrics for point in points}
     for metric in JUDGES:
@@ -71,7 +71,7 @@ def unproven_gain(points: Iterable[Point], step: int) -> str:
 
 
 def warn_of_chance(run: RunDirectory) -> None:
-    """Log a warning if the best checkpoint of a run may be the best one by chance."""
+    """Log a warning if the best checkpoint of a run may be the best only by chance."""
     points = read_points(run.metrics)
     best = best_step(points, run.checkpoint_steps())
     if best is not None and (sentence := unproven_gain(points, best)):

@@ -1,6 +1,6 @@
-"""The run directory, runs/<id>/: the only state shared by a job's program and its owner.
+"""The run directory runs/<id>/, the only state that a job's program shares with its owner.
 
-The owner is the server or the CLI that started the program.
+The owner is the server or the command that started the program.
 
     job.toml        the job file as written by its author, if there was a file
     job.json        the resolved job
@@ -55,10 +55,10 @@ _ErrorCode = Annotated[
 
 @dataclass(frozen=True)
 class Status:
-    """The last status that a job's program wrote.
+    """The last status written by a job's program.
 
-    `verdict` is final unless it is "running". If the program has ended and the verdict is still
-    "running", the program died.
+    `verdict` is final unless it is "running". If the program has exited and the verdict is still
+    "running", the program crashed.
     """
 
     attempt: int
@@ -74,7 +74,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Control:
-    """A request of the owner: "checkpoint" stops after a last checkpoint, "now" stops at once."""
+    """A request of the owner. "checkpoint": stop after a checkpoint; "now": stop immediately."""
 
     stop: Literal["", "checkpoint", "now"] = ""
 
@@ -88,7 +88,7 @@ _STATUS, _CONTROL = TypeAdapter(Status), TypeAdapter(Control)
 class RunDirectory:
     """The paths and the small files of one run.
 
-    `create` makes a new directory. The constructor opens an existing one, and checks nothing.
+    `create` creates a new directory. The constructor opens an existing directory without checks.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -228,10 +228,10 @@ class RunDirectory:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the lock that allows one running program per run directory.
+        """Hold the lock that allows only one running program per run directory.
 
-        Waits _LOCK_SECONDS for a program that has been killed and is still ending. Raises
-        WrongState if another process on this machine holds the lock after that.
+        Waits _LOCK_SECONDS for a killed program to exit. Raises WrongState if another process on
+        this machine holds the lock after that.
         """
         with (self.path / ".trainer.lock").open("a") as lock:
             deadline = time.monotonic() + _LOCK_SECONDS
@@ -260,7 +260,7 @@ def _try_lock(file: IO[str], path: Path) -> bool:
 def replace_file(path: Path, text: str) -> None:
     """Write `path` atomically and durably.
 
-    A reader sees the old content or the new, never a part, even after a crash or power cut.
+    After a crash or power cut, the file has either the old or the new content.
     """
     # Threads of one server may write the same file at the same time.
     partial = path.with_name(f".{path.name}.{threading.get_native_id()}.tmp")
@@ -275,7 +275,7 @@ def replace_file(path: Path, text: str) -> None:
 def _read_as(kind: TypeAdapter[_T], path: Path) -> _T | None:
     """Parse a JSON file; return None if it is missing, invalid or not a regular file.
 
-    An invalid file (a broken disk) must not stop the process that follows the run.
+    An invalid file (from a broken disk) must not stop the process that monitors the run.
     """
     try:
         with open_regular(path) as file:

@@ -1,10 +1,10 @@
-"""The fence between attempts: an attempt that was superseded cannot write to the run directory.
+"""The fence between attempts prevents superseded attempts from writing to the run directory.
 
-The owner raises the fence of the run directory to the number of an attempt before it starts that
-attempt, and passes the number to the attempt's processes in $DISTILL_FENCE. The processes compare
-the two numbers before they publish anything. On one machine the lock of the run directory already
-excludes a second program; the fence also works across machines, where locks do not, and against a
-process that was suspended while its successor started.
+Before the owner starts an attempt, it raises the fence of the run directory to the number of this
+attempt. The attempt's processes receive the number in $DISTILL_FENCE and compare both numbers
+before they write results. On one machine, the lock of the run directory already excludes a second
+program. The fence also works across machines, where locks do not, and against a process that was
+suspended while its successor started.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def raise_fence(run: Path, attempt: int) -> str:
 
 
 def require_unfenced() -> None:
-    """Raise WrongState if this process belongs to an attempt that has a successor.
+    """Raise WrongState if a later attempt has superseded the attempt of this process.
 
-    Call this before publishing or deleting anything of a run: a status, a line of metrics, samples,
-    a checkpoint, a file of a capture. Each call reads a small file, so do not call it per row.
+    Call this before writing or deleting files of a run: a status, a line of metrics, samples, a
+    checkpoint, a file of a capture. Each call reads a small file, so do not call it per row.
     Without $DISTILL_FENCE (a run without a server) nothing is checked.
     """
     attempt, newest = _own_and_newest_attempt()
@@ -47,13 +47,13 @@ def require_unfenced() -> None:
 
 
 def is_fenced() -> bool:
-    """Return True if this process belongs to an attempt that has a successor."""
+    """Return True if a later attempt has superseded the attempt of this process."""
     attempt, newest = _own_and_newest_attempt()
     return newest > attempt
 
 
 def own_attempt() -> int:
-    """Return the attempt of this process; 0 without $DISTILL_FENCE."""
+    """Return the attempt of this process, or 0 without $DISTILL_FENCE."""
     return int(os.environ.get(VARIABLE, "").partition(":")[0] or 0)
 
 

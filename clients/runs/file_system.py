@@ -1,9 +1,8 @@
 """Durable directories, file locks, and directories in memory.
 
-Directories in memory are for the weights that a trainer hands to rollout engines. Such a directory
-outlives a trainer that is killed, and holds the memory of a whole model. Each trainer therefore
-locks its directory. When a trainer has ended, its shim or `distill run` deletes the directories
-that no process locks.
+A trainer passes weights to rollout engines in directories in memory. Such a directory remains after
+the trainer is killed, and occupies the memory of a whole model. Each trainer therefore locks its
+directory. After a trainer exits, its shim or `distill run` deletes unlocked directories.
 """
 
 from __future__ import annotations
@@ -24,7 +23,9 @@ _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def fsync_directory(path: Path) -> None:
-    """Make renames and new names in `path` survive a power cut, where the file system can."""
+    """Sync new and renamed entries of the directory `path` to disk, if the file system supports
+    this.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -38,8 +39,8 @@ def fsync_directory(path: Path) -> None:
 def lock_file(file: IO[str] | int, path: Path, *, wait: bool) -> None:
     """Take the exclusive lock of an open file at `path`; closing the file releases it.
 
-    Raises BlockingIOError if another process holds it and `wait` is false, and InvalidInput if the
-    file system has no locks.
+    Raises BlockingIOError if another process holds the lock and `wait` is false, and InvalidInput
+    if the file system does not support locks.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -59,7 +60,7 @@ _TRIES = 10
 
 
 def has_room(needed_bytes: int) -> bool:
-    """Return whether `needed_bytes` fit into memory. Half of the free memory stays free."""
+    """Return whether `needed_bytes` fit into half of the free memory."""
     return (
         os.access(MEMORY_DISK, os.W_OK) and shutil.disk_usage(MEMORY_DISK).free > 2 * needed_bytes
     )
@@ -68,7 +69,7 @@ def has_room(needed_bytes: int) -> bool:
 def locked_directory() -> Path | None:
     """Return a new directory in memory, locked until this process ends.
 
-    Returns None if other processes deleted each of several as abandoned before it was locked.
+    Returns None if, in several tries, other processes deleted the directory before it was locked.
     """
     for _ in range(_TRIES):
         root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=MEMORY_DISK))
@@ -80,7 +81,7 @@ def locked_directory() -> Path | None:
 
 
 def delete_abandoned() -> None:
-    """Delete the directories of this user in memory whose trainers have ended."""
+    """Delete this user's directories in memory whose trainers have exited."""
     for directory in MEMORY_DISK.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # the lock is held, or another user owns the directory
             lock = _lock_directory(directory)

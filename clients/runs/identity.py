@@ -1,4 +1,4 @@
-"""Names of runs, and whether two jobs are the same."""
+"""Names of runs, and the comparison of two jobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HASH_CHARS = 6
 def run_ids(kind: str, name: str) -> Iterator[str]:
     """Yield candidate ids such as `on-policy-qwen3-0.6b-7f3a`, without end.
 
-    The caller takes the first one that is not in use.
+    The caller uses the first free id.
     """
     slug = re.sub(r"[^a-z0-9.]+", "-", name.lower())[:_SLUG_CHARS].strip("-.")
     # A name without Latin letters and digits: jobs of one name have the same hash.
@@ -32,9 +32,9 @@ def run_ids(kind: str, name: str) -> Iterator[str]:
 
 
 def run_identity(run: Path) -> str:
-    """Return NAME-HEX for a run directory; a copy of it, or one made anew, has another.
+    """Return NAME-HEX for a run directory. A copied or recreated directory has another identity.
 
-    Call it in one process at a time: the first call writes the file `.identity`.
+    Only one process at a time may call this: the first call writes the file `.identity`.
     """
     path = run / ".identity"
     if not path.exists():
@@ -47,9 +47,9 @@ def run_identity(run: Path) -> str:
 def first_difference(
     left: Mapping[str, Any], right: Mapping[str, Any]
 ) -> tuple[str, Any, Any] | None:
-    """Return a key such as `train.learning_rate`, and its value in both; None if all are equal.
+    """Return the first differing key, such as `train.learning_rate`, and both values, or None.
 
-    `left`, `right`: dumps of jobs. A key that only one of them has is None in the other.
+    `left`, `right`: dumps of jobs. A key that only one dump has is None in the other.
     """
     left_values, right_values = _flatten(left), _flatten(right)
     for key in sorted(left_values | right_values):

@@ -1,10 +1,10 @@
 """The command lines of a job's programs, for `distill run`, the server and the trainer.
 
-The program of a capture is `teacher_service.capture`, of an evaluation `student_trainer.exam.job`,
-of all other methods `student_trainer`. The program reads job.json, writes its progress to
-status.json, and reads control.json before every step. SIGTERM has the same effect as
-`stop = "checkpoint"`. The exit code is 0 if the verdict is "succeeded" or "cancelled"; otherwise it
-is the ExitCode of the error that the status names (1 under `accelerate launch`).
+A capture runs `teacher_service.capture`, an evaluation `student_trainer.exam.job`, and every other
+method `student_trainer`. The program reads job.json, writes its progress to status.json, and reads
+control.json before every step. SIGTERM has the same effect as `stop = "checkpoint"`. The exit code
+is 0 if the verdict is "succeeded" or "cancelled"; otherwise it is the ExitCode of the error that
+the status names (1 under `accelerate launch`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def trainer_command(
 def teacher_command(teacher: TeacherLink, port: int, token_file: Path | None = None) -> list[str]:
     """Return the command line of the teacher that is started for `teacher.model`.
 
-    It listens on loopback, on any free port if `port` is 0, and accepts the tokens in `token_file`.
+    The teacher listens on loopback (`port` 0: any free port), and accepts the tokens in
+    `token_file`.
     """
     assert teacher.model is not None
     command = [sys.executable, "-P", "-m", "teacher_service", "--port", str(port)]

@@ -1,4 +1,4 @@
-"""Writes metrics.jsonl, and reads it, also while a job's program writes it."""
+"""Writes metrics.jsonl, and reads the file while a job's program may be writing it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ log = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """A second destination of metrics, such as TensorBoard."""
+    """A second destination for metrics, such as TensorBoard."""
 
     def log(self, step: int, values: Mapping[str, float], /) -> None:
-        """Record the finite metrics of one step; steps come in ascending order."""
+        """Record the finite metrics of a step. Steps arrive in ascending order."""
 
     def close(self) -> None:
-        """Flush and release resources; no call follows."""
+        """Flush and release resources. No call follows."""
 
 
 class MetricsLog:
@@ -43,7 +43,7 @@ class MetricsLog:
         last_step: int | None,
         trackers: Sequence[Tracker] = (),
     ) -> None:
-        """Open the file. `last_step` is the step that the attempt resumes from; None: no resume.
+        """Open the file. `last_step`: the step from which the attempt resumes, or None.
 
         Later steps in the file are removed, because the attempt repeats them.
         """
@@ -71,8 +71,8 @@ class MetricsLog:
     def sync(self) -> None:
         """Flush metrics.jsonl to disk.
 
-        Call this before a checkpoint is published: after a power cut, a checkpoint must not be
-        newer than its metrics. Another thread may call it.
+        Call this before a checkpoint is completed: after a power cut, a checkpoint must not be
+        newer than its metrics. Any thread may call this method.
         """
         os.fsync(self._file.fileno())
 
@@ -121,8 +121,8 @@ class Point:
 class MetricsTail:
     """Reads the steps that one attempt appends to metrics.jsonl, each step once.
 
-    A resumed program replaces the file by a shorter one, so an offset alone cannot tell new steps
-    from old ones. Steps of other attempts, and steps up to `seen_step`, are skipped.
+    A resumed program replaces the file by a shorter file, so an offset alone cannot distinguish new
+    steps from old steps. Steps of other attempts, and steps up to `seen_step`, are skipped.
     """
 
     def __init__(self, path: Path, *, attempt: int, seen_step: int) -> None:
@@ -144,7 +144,7 @@ class MetricsTail:
         return points
 
     def read_all(self) -> Sequence[Point]:
-        """Return all new steps, for a program that has ended."""
+        """Return all new steps, after the program has exited."""
         points: list[Point] = []
         offset = -1
         while offset != self._offset:

@@ -1,4 +1,4 @@
-"""Progress of a job's program: writes status.json, reads control.json, decides when to stop."""
+"""Progress of a job's program: writes status.json, reads control.json, and decides when to stop."""
 
 from __future__ import annotations
 
@@ -26,19 +26,21 @@ _Job = TypeVar("_Job", bound=JobConfig)
 
 
 class AttemptDied(Exception):
-    """The attempt ends without a verdict, and the next one may go on: a process of it is lost."""
+    """The attempt ends without a verdict because one of its processes was lost. The job may
+    continue.
+    """
 
 
 class Cancelled(Exception):
-    """The attempt ends because it was asked to stop, outside of its steps."""
+    """The attempt ends on request, outside of its steps."""
 
 
 class Progress:
     """The program's side of status.json and control.json.
 
-    Every process has one; only the main process reads and writes the files. `agree` turns the
-    requests of all processes into one decision, so that no process waits in a collective for a
-    process that has stopped.
+    Every process has an instance, but only the main process reads and writes the files. `agree`
+    merges the requests of all processes into one decision, so that no process waits in a collective
+    for a process that has stopped.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class Progress:
         terminated: Callable[[], bool],
         agree: Callable[[int], int] = lambda wish: wish,
     ) -> None:
-        """Create the progress of this process; writes nothing yet.
+        """Create the progress of this process without writing a file.
 
         `main` is true in the main process. `terminated` returns True after SIGTERM. `agree` is a
         collective that returns the largest of the numbers that all processes pass.
@@ -69,11 +71,11 @@ class Progress:
         return self._status.attempt
 
     def expect(self, max_steps: int) -> None:
-        """Set the number of steps if the job does not contain it; written with the next status."""
+        """Set the number of steps if the job does not define it. Written with the next status."""
         self._status = dataclasses.replace(self._status, max_steps=max_steps)
 
     def say(self, phase: str, step: int) -> None:
-        """Set phase and step. Writes a new phase at once, and steps at most twice per second."""
+        """Set phase and step. A new phase is written at once, steps at most twice per second."""
         status = dataclasses.replace(self._status, phase=phase, step=step)
         is_due = time.monotonic() - self._written_at >= _SECONDS_BETWEEN_WRITES
         if status != self._status and (is_due or phase != self._status.phase):
@@ -81,7 +83,7 @@ class Progress:
         self._status = status
 
     def end(self, verdict: Verdict, reason: str = "", error: DistillError | None = None) -> None:
-        """Write the final verdict; `error`: the cause of a failure, with its own reason.
+        """Write the final verdict. `error`: the cause of a failure, which has the reason.
 
         "failed" is written by the process that failed, on any rank; the first failure is kept.
         Other verdicts are written by the main process.
@@ -100,7 +102,9 @@ class Progress:
         self._write_status(status)
 
     def die(self, reason: str) -> None:
-        """Write why this attempt ends without a verdict, unless another process wrote one."""
+        """Write the reason for ending without a verdict, unless another process has written a
+        reason.
+        """
         written_status = self._run.read_status()
         if written_status is None or (written_status.attempt, written_status.verdict) == (
             self._status.attempt,
@@ -110,9 +114,10 @@ class Progress:
             self._write_status(dataclasses.replace(self._status, reason=reason))
 
     def stop_wanted(self) -> str:
-        """Return "" to continue, "checkpoint" to stop after a checkpoint, or "now" to stop at once.
+        """Return "" to continue, "checkpoint" to stop after a checkpoint, or "now" to stop
+        immediately.
 
-        Collective through `agree`: every process must call it, and all get the same answer.
+        Collective through `agree`: all processes must call this method, and get the same result.
         """
         wish = self._run.read_control().stop if self._main else ""
         if not wish and self._terminated():
@@ -121,7 +126,7 @@ class Progress:
         return choices[self.agree(choices.index(wish))]
 
     def stop_asked(self) -> bool:
-        """Return whether this process sees a request to stop. Not collective, for any thread."""
+        """Return whether this process has a stop request. Not collective; for any thread."""
         return self._terminated() or bool(self._run.read_control().stop)
 
     def _write_status(self, status: Status) -> None:
@@ -139,9 +144,9 @@ _DISK_FAULTS = frozenset((errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDO
 def run_to_verdict(progress: Progress, attempt: Callable[[], Verdict]) -> int:
     """Run an attempt, write its verdict, and return the exit code of the program.
 
-    A DistillError yields its own exit code, and so does a disk that is full or does not answer: it
-    counts as Unavailable. Cancelled yields the verdict "cancelled". AttemptDied leaves no verdict,
-    as if this process had been killed. Any other exception is logged and yields JOB_FAILED.
+    A DistillError gives its own exit code. A disk that is full or does not respond counts as
+    Unavailable. Cancelled gives the verdict "cancelled". AttemptDied leaves no verdict, as if this
+    process had been killed. Any other exception is logged and gives JOB_FAILED.
     """
     try:
         verdict = attempt()
@@ -175,7 +180,7 @@ def _end_as_failed(progress: Progress, error: DistillError) -> int:
 
 
 def is_of_a_disk(error: OSError) -> bool:
-    """Return True for a full disk, and for a file on a disk that is broken or away."""
+    """Return True for errors of a full, broken or missing disk."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return is_full or (error.filename is not None and error.errno in _DISK_FAULTS)
 
@@ -190,7 +195,7 @@ def _disk_fault(error: OSError) -> Unavailable:
 
 
 def prepare() -> Callable[[], bool]:
-    """Start logging; return a function that tells whether a SIGTERM, a wish to stop, has come."""
+    """Start logging. Return a function that returns whether SIGTERM has arrived."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -206,9 +211,9 @@ def prepare() -> Callable[[], bool]:
 
 
 def print_reply(work: Callable[[], str]) -> int:
-    """Print the JSON text that `work` returns, or its DistillError, and return the exit code.
+    """Print the JSON text returned by `work`, or its DistillError, and return the exit code.
 
-    A command starts such a program where it may not import the packages of the program itself.
+    Commands start such a program if they must not import its packages.
     """
     try:
         print(work())
@@ -227,9 +232,9 @@ def print_reply(work: Callable[[], str]) -> int:
 
 
 def write_preview(run: RunDirectory, make_preview: Callable[[], Preview]) -> None:
-    """Write the preview of a job into its run directory, unless an earlier attempt has done so.
+    """Write the preview of a job into its run directory, unless an earlier attempt has written it.
 
-    If the data cannot be read the job has none, and fails later with the error of its program.
+    If the data cannot be read, there is no preview, and the program fails later with its error.
     """
     if run.preview.exists():
         return
@@ -245,10 +250,10 @@ def run_program(
     description: str | None,
     work: Callable[[RunDirectory, _Job, Progress], Verdict],
 ) -> int:
-    """Run one attempt of a job of `kind`; return the exit code, 2 if the command line is wrong.
+    """Run one attempt of a job of `kind`. Return the exit code; 2 for a wrong command line.
 
-    `work` is called while this process holds the lock of the run directory. SIGTERM sets the wish
-    to stop that its progress returns.
+    `work` is called while this process holds the lock of the run directory. SIGTERM sets the stop
+    request of its progress.
     """
     parser = argparse.ArgumentParser(prog=name, description=description)
     parser.add_argument("run", type=Path)

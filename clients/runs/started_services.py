@@ -1,11 +1,12 @@
-"""The services that the owner of a run started for its job, as files of its directory name them.
+"""The addresses of services that the owner of a run started for its job, in files of the run
+directory.
 
-The teacher: a server or `distill run` replaces the file before each attempt. The job keeps
-`teacher.model`; the attempt's processes connect to the address in the file.
+Teacher: a server or `distill run` replaces the file before each attempt. The job keeps
+`teacher.model`. The attempt's processes connect to the address in the file.
 
 Rollout services on a cluster: the runner replaces the file whenever a service starts, moves or
-ends; the trainer's processes read it before they connect. The number of services, and with it the
-division of orders, never changes.
+exits. The trainer's processes read the file before they connect. The number of services never
+changes, so the division of orders is fixed.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ def write_address(run: Path, address: str) -> None:
 
 
 def connected(config: AnyTraining, run: Path) -> AnyTraining:
-    """Return the job with the address of its started teacher in place of `teacher.model`.
+    """Return the job with the address of its started teacher instead of `teacher.model`.
 
-    A job without one is returned as it is. Raises Unavailable if no teacher was started.
+    A job without a started teacher is returned unchanged. Raises Unavailable if no teacher was
+    started.
     """
     teacher = config.started_teacher
     if teacher is None:
@@ -54,14 +56,14 @@ PLACED_VARIABLE = "DISTILL_ROLLOUT_SERVICES"
 
 @dataclass(frozen=True)
 class Placed:
-    """One service. address: HOST:PORT while it runs, else "". problem: why it is not started."""
+    """A service. address: HOST:PORT while it runs, else "". problem: why it is not running."""
 
     address: str = ""
     problem: str = ""
 
 
 def write_placed(file: Path, services: Sequence[Placed], *, one_machine: bool) -> None:
-    """Replace the file. `one_machine`: all services and all processes of the trainer share it."""
+    """Replace the file. `one_machine`: all services and trainer processes run on one machine."""
     listed = [asdict(service) for service in services]
     replace_file(file, json.dumps({"one_machine": one_machine, "services": listed}) + "\n")
 
@@ -94,7 +96,7 @@ class PlacedAddress:
         return f"number {self.number} of this job"
 
     def locate(self) -> str:
-        """Return HOST:PORT of the service now. Raises Unavailable if it does not run."""
+        """Return the current HOST:PORT of the service. Raises Unavailable if it does not run."""
         services, _ = read_placed(self.file)
         placed = services[self.number]
         if not placed.address:

@@ -1,4 +1,4 @@
-"""Check the captured stores of an offline job against the job, from their manifests alone."""
+"""Checks the stores of an offline job against the job. Reads only their manifests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUMERIC_FACTS = ("vocab_size", "top_k", "tail_samples", SEQUENCES)
 
 @dataclass(frozen=True)
 class CapturedStore:
-    """A complete captured store: path or URL, the job key that names it, metadata and size."""
+    """A complete store: path or URL, the job key that names it, metadata and size."""
 
     path: str
     field: str
@@ -32,17 +32,17 @@ class CapturedStore:
 
     @property
     def top_k(self) -> int:
-        """Number of head ids per row; 0 if the rows have tail samples only."""
+        """Number of head ids per row; 0 if the rows only have tail samples."""
         return int(self.facts["top_k"])
 
     @property
     def temperature(self) -> float:
-        """Temperature of the teacher's distribution; the student must use the same."""
+        """Temperature of the teacher's distribution. The student must use the same temperature."""
         return float(self.facts["temperature"])
 
     @property
     def tail_samples(self) -> int:
-        """Ids per row that the teacher drew from its tail; 0: none."""
+        """Ids per row that the teacher sampled from its tail; 0 means none."""
         return int(self.facts["tail_samples"])
 
     @property
@@ -57,16 +57,16 @@ class CapturedStore:
 
 
 def captured_stores(config: JobConfig) -> tuple[CapturedStore, CapturedStore | None] | None:
-    """Return the stores of an offline job, as `captured_store_of`; None of another job."""
+    """Return the stores of an offline job as `captured_store_of` does; None for other jobs."""
     return captured_store_of(config) if isinstance(config, OfflineJob) else None
 
 
 def captured_store_of(config: OfflineJob) -> tuple[CapturedStore, CapturedStore | None]:
     """Return the training store of a job, and its held-out store if `data.eval_path` names one.
 
-    Raises NotFound if there is no store, InvalidInput if a manifest cannot be read, has too few
-    sequences or was not written by a capture, Corrupt if it is damaged, WrongState if a store is
-    incomplete or does not match the job. The error names the job key.
+    Raises NotFound if there is no store; InvalidInput if a manifest cannot be read, lists too few
+    sequences or was not written by a capture; Corrupt if a manifest is damaged; WrongState if a
+    store is incomplete or does not match the job. The error names the job key.
     """
     training = _read_store(config.data.path, "data.path")
     _check_facts(config.method, training)
@@ -132,7 +132,7 @@ def _read_store(path: str, field: str) -> CapturedStore:
 
 
 def _is_captured(manifest: Manifest) -> bool:
-    """True if all metadata keys of a capture are there and its numbers can be parsed."""
+    """True if all metadata keys of a capture exist and its numbers can be parsed."""
     facts = manifest.metadata
     if not {*_FACTS, SEQUENCES, "teacher_fingerprint"} <= facts.keys():
         return False
@@ -148,7 +148,7 @@ def _is_captured(manifest: Manifest) -> bool:
 def _check_count(config: OfflineJob, store: CapturedStore, max_count: int) -> None:
     """Require enough sequences to hold out.
 
-    Without `data.eval_path`, `eval.prompts` sequences come out of `store`. A separate held-out
+    Without `data.eval_path`, `eval.prompts` sequences of `store` are held out. A separate held-out
     store may have fewer than `eval.prompts`, but needs at least one per process.
     """
     required_count = (
@@ -163,7 +163,7 @@ def _check_count(config: OfflineJob, store: CapturedStore, max_count: int) -> No
 
 
 def _check_facts(method: OfflineConfig, store: CapturedStore) -> None:
-    """Raises WrongState if the store's metadata contradicts the keys that the job sets."""
+    """Raise WrongState if the metadata of the store contradicts keys of the job."""
     values_by_key = {
         "top_k": (method.top_k, store.top_k),
         "temperature": (method.temperature, store.temperature),
@@ -191,7 +191,7 @@ def _check_facts(method: OfflineConfig, store: CapturedStore) -> None:
 
 
 def _check_images(config: OfflineJob, store: CapturedStore) -> None:
-    """Raise InvalidInput if the job has a key that does not work with a store of images."""
+    """Raise InvalidInput if the job has a key that is incompatible with a store of images."""
     rules = [
         (config.train.sharding == "none", "train.sharding"),
         (not config.student.compile, "student.compile"),

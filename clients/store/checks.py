@@ -28,9 +28,9 @@ def count_sequences(place: Path | str) -> tuple[int, int]:
 def summary_of(place: Path | str) -> dict[str, str | int | float | bool]:
     """Return the manifest's metadata and counts, ready for JSON.
 
-    `bytes` is the size of all shards. `tokens` counts all tokens, `rows` the scored ones; they are
-    in the shards, and left out for a store at a URL. Raises NotFound if there is no store, Corrupt
-    if the manifest or a shard is damaged, InvalidInput if pyarrow is not installed.
+    `bytes`: size of all shards. `tokens`, `rows`: numbers of all tokens and of scored tokens. These
+    two are read from the shards, and omitted for a store at a URL. Raises NotFound if there is no
+    store, Corrupt if the manifest or a shard is damaged, InvalidInput if pyarrow is not installed.
     """
     manifest = manifest_at(place)
     require_arrow()
@@ -68,10 +68,10 @@ def _count_in_shards(path: Path, shards: Sequence[ShardFacts], size: int) -> dic
 
 
 def damages(place: Path | str) -> Iterator[str]:
-    """Read every byte of the store; yield one sentence for each damaged or missing shard.
+    """Read every byte of the store. Yield one sentence for each damaged or missing shard.
 
-    A sentence names the first damaged sequence of the shard, where one can be found; for a store at
-    a URL it does not. Raises NotFound if there is no store, Corrupt if the manifest is damaged.
+    If possible, the sentence names the first damaged sequence of the shard; never for a store at a
+    URL. Raises NotFound if there is no store, Corrupt if the manifest is damaged.
     """
     folder = ObjectFolder(str(place)) if is_object_url(place) else None
     first_index = 0

@@ -1,8 +1,8 @@
-"""Copies of what is in an object storage: of a store at a URL, and of other files that a job names.
+"""Local copies of stores and other files of a job in object storage.
 
-A copy of a store is a store on a disk, in `$XDG_CACHE_HOME/distill/stores` under the sha256 of its
-manifest, so that a store is copied once, and one that has changed is copied again. Other files are
-in `distill/files`, under the sha256 of their URL, names, sizes and times.
+The copy of a store is in `$XDG_CACHE_HOME/distill/stores` under the sha256 of its manifest. A store
+is therefore copied once, and copied again after a change. Other files are in `distill/files`, under
+the sha256 of their URL, names, sizes and times.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _Job = TypeVar("_Job", bound=AnyJob)
 def manifest_at(place: Path | str) -> Manifest:
     """Return the manifest of a store at a path or URL.
 
-    Raises NotFound if there is no store, Corrupt if the manifest is damaged, and what ObjectFolder
-    raises.
+    Raises NotFound if there is no store, Corrupt if the manifest is damaged, and the errors of
+    ObjectFolder.
     """
     manifest = (
         ObjectFolder(str(place)).manifest() if is_object_url(place) else read_manifest(Path(place))
@@ -44,11 +44,11 @@ def manifest_at(place: Path | str) -> Manifest:
 
 
 def on_disk(place: Path | str) -> Path:
-    """Return the directory of a store: a path itself, or for a URL a copy of all its files.
+    """Return the directory of a store: the path, or for a URL a local copy of all its files.
 
-    Each file is verified when it is copied. Several processes may call this at the same time: one
+    Each copied file is verified. Several processes may call this at the same time; one process
     copies. Raises NotFound if there is no store at the URL, Corrupt if a file is missing or
-    damaged, OSError if the disk is full, and what ObjectFolder raises.
+    damaged, OSError if the disk is full, and the errors of ObjectFolder.
     """
     if not is_object_url(place):
         return Path(place)
@@ -79,10 +79,10 @@ def on_disk(place: Path | str) -> Path:
 
 
 def files_on_disk(job: _Job) -> _Job:
-    """Return the job with local copies in place of the URLs of its files, except those of stores.
+    """Return the job with local copies instead of the URLs of its files, except those of stores.
 
-    Several processes may call this at the same time: one copies. Raises NotFound, naming the key,
-    if there is no such file, OSError if the disk is full, and what ObjectFolder raises.
+    Several processes may call this at the same time; one process copies. Raises NotFound, naming
+    the key, if a file does not exist, OSError if the disk is full, and the errors of ObjectFolder.
     """
     for key, url in named_urls(job):
         if key not in job.stores:

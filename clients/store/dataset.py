@@ -34,10 +34,10 @@ class LogitDataset:
     - `tail_sample_ids`: int32 [n, M], only if the capture drew M tail samples per row
     - `tail_sample_logprob`: float32 [n], the mean log-prob of the row's tail samples, if any
 
-    `path` may be a URL of an object storage: then all files are copied to the user's cache first.
+    `path` may be a URL of object storage. All files are then first copied to the user's cache.
 
-    Raises NotFound if there is no store at `path`, and Corrupt, naming the shard or the sequence,
-    if one is damaged or missing, and InvalidInput if pyarrow is not installed or the store was not
+    Raises NotFound if there is no store at `path`; Corrupt, naming the shard or the sequence, if
+    data are damaged or missing; InvalidInput if pyarrow is not installed or the store was not
     written by a capture.
     """
 
@@ -90,7 +90,7 @@ class LogitDataset:
         return bytes(shard.token_ids[shard.token_offsets[row] : shard.token_offsets[row + 1]])
 
     def content(self, index: int) -> tuple[bytes, tuple[str, ...]]:
-        """Return a model's input of sequence `index`: `token_ids`, and the sha256 of its images.
+        """Return the model input of sequence `index`: `token_ids`, and the sha256 of its images.
 
         Raises IndexError if there is no such sequence.
         """
@@ -108,7 +108,7 @@ class LogitDataset:
         return ids[: shard.starts[row]].astype(np.int32)
 
     def entry(self, index: int) -> StoredRows:
-        """Return sequence `index` with its rows still encoded. Negative indices count from the end.
+        """Return sequence `index` with encoded rows. Negative indices count from the end.
 
         Raises IndexError if there is no such sequence, Corrupt if its checksum does not match.
         """
@@ -134,7 +134,7 @@ class LogitDataset:
     def to_hf_dataset(self) -> Any:
         """Return a `datasets.Dataset` of the same items, which can be shuffled and selected.
 
-        It holds only indices and reads each item on access: the rows are not copied or converted.
+        The result contains only indices and reads each item on access, without copying the rows.
         Raises InvalidInput if the package `datasets` is not installed.
         """
         try:

@@ -1,9 +1,9 @@
-"""Makes a store of rows from the `prompt_logprobs` that somebody dumped from vLLM.
+"""Creates a store from `prompt_logprobs` that were dumped from vLLM.
 
-A dump is a .jsonl file with one sequence a line: an answer of vLLM's `/v1/completions`, asked with
-`prompt_logprobs` and `return_token_ids`, or an object with `prompt_token_ids` and
-`prompt_logprobs`, the fields of vLLM's RequestOutput. `start`, the first scored position, may stand
-beside them; default: 1. The log-probs must be those of the whole softmax at temperature 1 (vLLM's
+A dump is a .jsonl file with one sequence per line: a response of vLLM's `/v1/completions` to a
+request with `prompt_logprobs` and `return_token_ids`, or an object with `prompt_token_ids` and
+`prompt_logprobs`, as in vLLM's RequestOutput. A line may also contain `start`, the first scored
+position (default 1). The log-probs must come from the full softmax at temperature 1 (vLLM's
 default, --logprobs-mode raw_logprobs).
 """
 
@@ -38,10 +38,9 @@ _PARSE_ERRORS = (ValueError, KeyError, IndexError, TypeError, AttributeError)
 
 @dataclass(frozen=True)
 class Dump:
-    """A dump, with facts that it lacks: the teacher's tokenizer and its number of logits.
+    """A dump, with information that it lacks: the teacher's tokenizer and its number of logits.
 
-    `top_k`: head ids a row to keep; None: as many as the first line has. `teacher`: a name for
-    people.
+    `top_k`: head ids to keep per row; None: as many as the first line has. `teacher`: display name.
     """
 
     path: Path
@@ -63,8 +62,8 @@ def import_dump(out: Path, dump: Dump) -> int:
 
     An interrupted import continues with the first missing file when it is called again.
 
-    Raises InvalidInput, naming the line, if the dump cannot be read, WrongState if `out` is the
-    store of something else.
+    Raises InvalidInput, naming the line, if the dump cannot be read, and WrongState if `out` is a
+    store of other data.
     """
     digest, count = _digest_and_lines(dump.path)
     lines = _read_sequences(dump.path)
@@ -188,7 +187,7 @@ def _sequence_of(record: Any) -> _DumpedSequence:
 
 
 def _count_listed_ids(sequence: _DumpedSequence) -> int:
-    """Return the number of likeliest ids that each position lists, beside the token."""
+    """Return the number of top ids listed per position, in addition to the token."""
     return min(_count_leading_ranks(entries) for entries in sequence.listed[sequence.start :])
 
 

@@ -1,8 +1,9 @@
-"""The files of a store or a run in an object storage: S3, what speaks its protocol, or Google's.
+"""The files of a store or a run in object storage: S3, compatible services, or Google Cloud
+Storage.
 
-Credentials, region and endpoint are those that the storage's own tools find in the environment
-(AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, ...). An object appears whole
-or not at all, so a writer that is killed leaves no partial file.
+Credentials, region and endpoint come from the storage's usual environment variables
+(AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, ...). Objects are written
+atomically, so a killed writer leaves no partial file.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ _T = TypeVar("_T")
 class ObjectFolder:
     """The files below one URL, such as s3://bucket/rows.
 
-    A call waits up to `patience_seconds` for a storage that does not answer, or until `stopped`
-    returns true, then raises Unavailable. Every call raises NotFound if there is no such bucket,
-    and Forbidden if the storage refuses the credentials. Raises InvalidInput if pyarrow is not
-    installed.
+    If the storage does not respond, a call waits up to `patience_seconds`, or until `stopped`
+    returns true, and then raises Unavailable. Every call raises NotFound if the bucket does not
+    exist, and Forbidden if the storage refuses the credentials. Raises InvalidInput if pyarrow is
+    not installed.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class ObjectFolder:
         self._claim: bytes | None = None
 
     def require_bucket(self) -> None:
-        """Raise NotFound if there is no such bucket."""
+        """Raise NotFound if the bucket does not exist."""
         import pyarrow.fs
 
         info = self._retry(lambda: self._files.get_file_info(self._bucket))
@@ -89,8 +90,8 @@ class ObjectFolder:
     def manifest(self) -> Manifest | None:
         """Return the manifest; None if there is no store. Raises as `read_manifest`.
 
-        A read requests the size first and then the bytes. If a writer replaces the manifest in
-        between, the end is missing, so a damaged manifest is read again.
+        A read first requests the size and then the bytes. If a writer replaces the manifest in
+        between, the content is truncated. A damaged manifest is therefore read again.
         """
         for _ in range(_MAX_READS - 1):
             with suppress(Corrupt):
@@ -102,19 +103,20 @@ class ObjectFolder:
         return None if content is None else parse_manifest(content, self.name)
 
     def claim(self) -> None:
-        """Make this process the only one that may write to the store.
+        """Make this process the only writer of the store.
 
-        A storage has no lock: the last process that claims a store writes to it, and any other
-        writer fails before its next file. So a writer on a lost machine blocks no other writer.
+        Object storage has no locks: the last process that claims a store is its writer, and any
+        other writer fails before its next file. A writer on a lost machine therefore blocks no
+        other writer.
         """
         claim = secrets.token_hex(16).encode()
         self._retry(lambda: self._upload(_CLAIM_NAME, claim))
         self._claim = claim
 
     def damages(self, shards: Sequence[ShardFacts]) -> Iterator[str | None]:
-        """Yield what is wrong with each shard, or None, by its size alone.
+        """Yield the problem of each shard, or None. Only the size is compared.
 
-        Its digest was compared when it was written.
+        The digest was verified when the shard was written.
         """
         sizes = self._sizes() if shards else {}
         for shard in shards:
@@ -129,10 +131,10 @@ class ObjectFolder:
                 )
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file, and read it again: on return the storage has these bytes. `claim` it first.
+        """Write a file and read it back. Call `claim` first.
 
-        Raises WrongState if another process has begun to write to the store, Corrupt if the storage
-        returns other bytes.
+        Raises WrongState if another process has started to write to the store, Corrupt if the
+        storage returns other bytes.
         """
         self._require_claim()
         self._retry(lambda: self._upload(name, data))
@@ -143,7 +145,7 @@ class ObjectFolder:
             )
 
     def remove_unnamed(self, shards: Sequence[ShardFacts]) -> None:
-        """Delete shards that are not in `shards`, left by an interrupted writer; as `write`."""
+        """Delete shards of an interrupted writer that are not in `shards`. Raises as `write`."""
         self._require_claim()
         listed_names = {shard.name for shard in shards}
         for name in self._sizes():
@@ -151,10 +153,10 @@ class ObjectFolder:
                 self._delete(name)
 
     def send(self, name: str, file: BinaryIO) -> None:
-        """Copy an open file of this machine, to its end; on return the storage has as many bytes.
+        """Copy an open local file to the storage and verify its size.
 
-        `claim` the folder first. The file may grow. Raises WrongState as `write`, Corrupt if the
-        storage has fewer or more bytes, and OSError if the file cannot be read.
+        Call `claim` first. The file may grow during the copy. Raises WrongState as `write`, Corrupt
+        if the stored size differs, and OSError if the file cannot be read.
         """
 
         def upload_file() -> int:
@@ -174,7 +176,7 @@ class ObjectFolder:
             )
 
     def tree(self) -> dict[str, int]:
-        """Return the size in bytes of each file, also of those in folders, by its path."""
+        """Return the size in bytes of each file below the folder, by its relative path."""
         import pyarrow.fs
 
         selector = pyarrow.fs.FileSelector(self._base, allow_not_found=True, recursive=True)
@@ -183,12 +185,12 @@ class ObjectFolder:
         return {info.path.removeprefix(start): info.size for info in infos if info.is_file}
 
     def delete(self, name: str) -> None:
-        """Delete a file; as `write`."""
+        """Delete a file. Raises as `write`."""
         self._require_claim()
         self._delete(name)
 
     def delete_folder(self, name: str) -> None:
-        """Delete a folder with its files, if there is one; as `write`."""
+        """Delete a folder with its files, if it exists. Raises as `write`."""
         self._require_claim()
         if any(path.startswith(f"{name}/") for path in self.tree()):
             # Google's has no object for the folder itself.
@@ -196,7 +198,7 @@ class ObjectFolder:
                 self._retry(lambda: self._files.delete_dir(self._path(name)))
 
     def facts(self, name: str = "") -> dict[str, tuple[int, int]]:
-        """Return size in bytes and time of change in ns of each file, or of one with this name."""
+        """Return size in bytes and modification time in ns of each file, or of the file `name`."""
         import pyarrow.fs
 
         selector = [self._path(name)]
@@ -206,7 +208,7 @@ class ObjectFolder:
         return {info.base_name: (info.size, info.mtime_ns) for info in infos if info.is_file}
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of a file; None if there is no such file."""
+        """Return the content of a file, or None if it does not exist."""
 
         def read_object() -> bytes | None:
             try:
@@ -219,7 +221,7 @@ class ObjectFolder:
         return self._retry(read_object)
 
     def digest(self, name: str, copy: Path | None = None) -> str | None:
-        """Return the sha256 of a file, and write its bytes to `copy`; None if there is no file."""
+        """Return the sha256 of a file, or None if it does not exist. Writes the bytes to `copy`."""
 
         def hash_object() -> str | None:
             hasher = hashlib.sha256()
@@ -238,10 +240,10 @@ class ObjectFolder:
         return self._retry(hash_object)
 
     def close(self) -> None:
-        """Do nothing: an object storage has no lock to release."""
+        """Do nothing: object storage has no lock to release."""
 
     def _require_claim(self) -> None:
-        """Raise WrongState if another process has claimed the store since this one did."""
+        """Raise WrongState if another process has claimed the store after this process."""
         assert self._claim is not None, "a writer claims the store"
         if self.read(_CLAIM_NAME) != self._claim:
             raise WrongState(
@@ -264,7 +266,7 @@ class ObjectFolder:
         return f"{self._base}/{name}"
 
     def _retry(self, work: Callable[[], _T]) -> _T:
-        """Return the result of `work`; retry with backoff while the storage does not answer."""
+        """Return the result of `work`. Retry with backoff while the storage does not respond."""
         import pyarrow
 
         deadline = time.monotonic() + self._patience

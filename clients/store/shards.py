@@ -29,8 +29,8 @@ class StoredRows:
     """One sequence of a store.
 
     `key`: KEY_BYTES bytes; `token_ids`: little-endian int32; `start`: first scored position;
-    `rows`: the rows as encoded by `protos.rows.codec`; `images`: of its prompt, as `stored_images`
-    writes their names and digests.
+    `rows`: the rows, encoded by `protos.rows.codec`; `images`: names and digests of the prompt's
+    images, encoded by `stored_images`.
     """
 
     key: bytes
@@ -216,7 +216,9 @@ def _index_digest(shard: Shard) -> str:
 
 
 def _entry_checksum(entry: StoredRows) -> bytes:
-    """Digest all columns of an entry; of the rows only the header, which holds their digest."""
+    """Compute the checksum of an entry: all columns, but only the header of the rows, with their
+    digest.
+    """
     hasher = xxhash.xxh3_128(entry.key)
     hasher.update(struct.pack("<iQ", entry.start, len(entry.rows)))
     hasher.update(entry.token_ids)

@@ -1,10 +1,10 @@
 """A key-value store of rows on disk: immutable Arrow shards and a manifest.
 
-A store is a directory. Each `append` writes one shard in Arrow's IPC file format, then a manifest
-that names it; each is written to a temporary file, synced and renamed. A shard that the manifest
-does not name is not part of the store, so a kill at any point loses no row written before. Arrow
-does not detect most flipped bits: every entry has a checksum, and its encoded rows have another
-one, which `decode_rows` checks. Decode the bytes that `get` returns before using them.
+A store is a directory. Each `append` writes a shard in Arrow's IPC file format, then a manifest
+that lists the shard. Each file is written to a temporary file, synced and renamed. Only shards in
+the manifest are part of the store, so a kill at any point loses no earlier row. Arrow does not
+detect most bit errors, so every entry has a checksum. The encoded rows have another checksum, which
+`decode_rows` verifies. Decode the bytes that `get` returns before using them.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _DAMAGED_SUFFIX = ".damaged"
 
 
 class LogitStore:
-    """A store opened for reading, or for writing too; one writer and many readers may coexist.
+    """A store opened for reading, or also for writing. One writer and many readers may use a store.
 
-    A reader sees the shards that existed when it opened the store. A damaged shard is skipped and
-    its name added to `unreadable`; a writer also renames its file to `NAME.damaged`.
+    A reader sees the shards that existed when it opened the store. A damaged shard is skipped, and
+    its name is added to `unreadable`. A writer also renames the file to `NAME.damaged`.
 
-    Raises InvalidInput if pyarrow is not installed, WrongState if another process is writing to
-    the store or its metadata differs from `metadata`, Corrupt if the manifest cannot be parsed.
+    Raises InvalidInput if pyarrow is not installed, WrongState if another process is writing to the
+    store or its metadata differs from `metadata`, Corrupt if the manifest cannot be parsed.
     """
 
     def __init__(
@@ -123,7 +123,8 @@ class LogitStore:
     def drop(self, key: bytes) -> None:
         """Remove a corrupt entry from the index in memory, so that its key can be appended again.
 
-        The file keeps the entry: after the store is opened again, the newest entry of a key counts.
+        The entry stays in the file. When the store is opened again, the newest entry of a key is
+        used.
         """
         self._index.pop(key, None)
 
@@ -190,7 +191,7 @@ class LogitStore:
             raise WrongState("this store was opened for reading", hint="open it with write=True")
 
     def _read_manifest(self, metadata: dict[str, str]) -> Manifest:
-        """Raises WrongState if the stored metadata differs from a non-empty `metadata`."""
+        """Raise WrongState if the stored metadata differs from a non-empty `metadata`."""
         manifest = read_manifest(self.path)
         if manifest is None:
             return Manifest(metadata, [])
@@ -209,7 +210,7 @@ class LogitStore:
         self._has_orphans = False
 
     def _set_aside(self) -> None:
-        """Unname damaged shards and rename their files, so that people can examine them."""
+        """Remove damaged shards from the manifest, and rename their files for later inspection."""
         if not self.unreadable:
             return
         self._facts = [facts for facts in self._facts if facts.name not in self.unreadable]

@@ -1,4 +1,4 @@
-"""Writes the store of a capture, on a disk or in an object storage; it resumes where it ended."""
+"""Writes the store of a capture to a disk or to object storage. An interrupted capture resumes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class StoreFolder(Protocol):
-    """The files of one store, for its only writer. `name`: for messages."""
+    """The files of one store, for its only writer. `name`: display name."""
 
     name: str
 
@@ -39,11 +39,11 @@ class StoreFolder(Protocol):
         ...
 
     def claim(self) -> None:
-        """Make this process the only writer; called before it changes anything."""
+        """Make this process the only writer. Called before any change."""
         ...
 
     def damages(self, shards: Sequence[ShardFacts]) -> Iterator[str | None]:
-        """Yield what is wrong with each shard, or None."""
+        """Yield the problem of each shard, or None."""
         ...
 
     def write(self, name: str, data: bytes) -> None:
@@ -55,15 +55,15 @@ class StoreFolder(Protocol):
         ...
 
     def close(self) -> None:
-        """Let others write. Calling it twice is safe."""
+        """Allow other writers. May be called twice."""
         ...
 
 
 def open_folder(place: str, stopped: Callable[[], bool]) -> StoreFolder:
     """Open a store for writing: a path, which is locked, or a URL.
 
-    Raises WrongState if another process writes to the path; a URL has no lock, and its writer
-    notices another one before it writes a file. `stopped`: see ObjectFolder.
+    Raises WrongState if another process writes to the path. A URL has no lock; its writer detects
+    another writer before it writes a file. `stopped`: see ObjectFolder.
     """
     if is_object_url(place):
         return ObjectFolder(place, stopped=stopped)
@@ -71,7 +71,7 @@ def open_folder(place: str, stopped: Callable[[], bool]) -> StoreFolder:
 
 
 class DiskFolder:
-    """A directory, created if needed, and locked until it is closed."""
+    """A directory, created if needed, and locked until `close`."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
@@ -86,7 +86,7 @@ class DiskFolder:
         """Do nothing: the directory is locked."""
 
     def damages(self, shards: Sequence[ShardFacts]) -> Iterator[str | None]:
-        """Yield what is wrong with each shard, or None; reads every byte."""
+        """Yield the problem of each shard, or None. Reads every byte."""
         first_index = 0
         for shard in shards:
             yield damage_of(self._path, shard, first_index)
@@ -101,7 +101,7 @@ class DiskFolder:
         remove_unnamed(self._path, shards)
 
     def close(self) -> None:
-        """Release the lock of the store. Calling it twice is safe."""
+        """Release the lock of the store. May be called twice."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -110,8 +110,8 @@ class DiskFolder:
 class StoreWriter:
     """The writer of a captured store: each `append` writes one file of the plan.
 
-    The files and the manifest are byte-identical however often the capture is interrupted and
-    resumed. A damaged file is written again, with all files after it.
+    Interruptions do not change the files and the manifest: they are byte-identical to those of an
+    uninterrupted capture. A damaged file and all files after it are written again.
 
     Raises WrongState if another process writes to the store, if the store has other metadata, or if
     a newer attempt of the job has started. Raises InvalidInput if pyarrow is not installed.
@@ -127,8 +127,8 @@ class StoreWriter:
     ) -> None:
         """Open the store for writing, and verify its files: on a disk, every byte.
 
-        `place` is a path, or a URL of an object storage. `counts` has the number of sequences of
-        each file of the plan. `stopped`: whether to wait no longer for an object storage.
+        `place`: a path, or a URL of object storage. `counts`: number of sequences of each file of
+        the plan. `stopped`: returns true to stop waiting for object storage.
         """
         require_arrow()
         self._folder = open_folder(str(place), stopped)
@@ -175,7 +175,7 @@ class StoreWriter:
         return sum(shard.bytes for shard in self._shards)
 
     def append(self, entries: Sequence[StoredRows]) -> None:
-        """Write the next file. It is durable once this returns: it survives a power failure.
+        """Write the next file. When this method returns, the file survives a power failure.
 
         Raises OSError if the disk fails, Unavailable if the object storage does not answer; the
         file is then not part of the store. Raises WrongState if a newer attempt of the job has
@@ -192,7 +192,7 @@ class StoreWriter:
         self._shards.append(facts)
 
     def close(self) -> None:
-        """Release the lock of the store. Calling it twice is safe."""
+        """Release the lock of the store. May be called twice."""
         self._folder.close()
 
     def _write_manifest(self, shards: Sequence[ShardFacts]) -> None:
@@ -202,7 +202,7 @@ class StoreWriter:
     def _keep_undamaged(
         self, shards: Sequence[ShardFacts], counts: Sequence[int]
     ) -> list[ShardFacts]:
-        """Return the files before the first one that is damaged or not of this plan."""
+        """Return the files before the first file that is damaged or not in this plan."""
         shards = shards[: len(counts)]
         for number, damage in enumerate(self._folder.damages(shards)):
             shard = shards[number]

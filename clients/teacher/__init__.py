@@ -1,1 +1,1 @@
-"""The client of a teacher service: scores sequences over gRPC and reconnects by itself."""
+"""The client of a teacher service: scores sequences over gRPC and reconnects automatically."""

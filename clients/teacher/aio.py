@@ -16,9 +16,9 @@ from protos.rows.codec import RowBlock
 
 
 class AsyncTeacherClient:
-    """Scores queries at one or several teacher services; its methods do not block the event loop.
+    """Scores queries at one or several teacher services without blocking the event loop.
 
-    Each method has the arguments, results and errors of the method of TeacherClient with its name.
+    Methods have the arguments, results and errors of the TeacherClient methods of the same name.
     """
 
     def __init__(self, address: str | Sequence[str], **options: Any) -> None:
@@ -45,7 +45,9 @@ class AsyncTeacherClient:
         return await asyncio.to_thread(self._client.vocabulary)
 
     def submit(self, query: ScoreQuery) -> asyncio.Future[RowBlock]:
-        """Request the rows of `query` and return their future at once. Call it in an event loop."""
+        """Request the rows of `query` and return their future immediately. Call this in an event
+        loop.
+        """
         return asyncio.wrap_future(self._client.submit(query))
 
     async def score(self, queries: Iterable[ScoreQuery]) -> list[RowBlock]:
@@ -59,7 +61,7 @@ class AsyncTeacherClient:
     async def as_completed(
         self, queries: Iterable[ScoreQuery]
     ) -> AsyncIterator[tuple[int, RowBlock]]:
-        """Yield (index of the query, its rows) for each query, as soon as its rows are there."""
+        """Yield (index of the query, its rows) for each query as soon as its rows arrive."""
         finished_futures: asyncio.Queue[asyncio.Future[RowBlock]] = asyncio.Queue()
         numbers = {self.submit(query): number for number, query in enumerate(queries)}
         for future in numbers:
@@ -74,7 +76,7 @@ class AsyncTeacherClient:
     async def push_weights(
         self, tensors: Mapping[str, NDArray[Any]], *, tau: float | None = None
     ) -> TeacherInfo:
-        """Replace the teacher's weights, or with `tau` average them; return the new TeacherInfo."""
+        """Replace the teacher's weights, or average with `tau`. Returns the new TeacherInfo."""
         return await asyncio.to_thread(self._client.push_weights, tensors, tau=tau)
 
     async def close(self) -> None:

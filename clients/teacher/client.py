@@ -1,6 +1,6 @@
 """`TeacherClient`: scores sequences at teacher services and survives their restarts.
 
-`submit` takes a query and returns a future of its rows, which `asyncio.wrap_future` makes
+`submit` takes a query and returns a future of its rows; `asyncio.wrap_future` makes the future
 awaitable. `score` and `as_completed` take many queries and wait.
 """
 
@@ -49,21 +49,22 @@ _ENVELOPE_BYTES = 1024
 
 
 class TeacherClient:
-    """Scores queries at one or several teacher services; its methods are thread-safe.
+    """Scores queries at one or several teacher services. Methods are thread-safe.
 
-    Each teacher has one stream and one thread that reopens the stream after a fault. An unfinished
-    request then continues from its first missing row. With several addresses, which must be of
-    teachers with the same weights, a teacher takes new requests as it finishes old ones. Requests
-    that a lost teacher leaves unfinished go to the other teachers at once. The rows of one sequence
-    always come from one scoring.
+    Each teacher has a stream, and a thread that reopens the stream after a fault. An unfinished
+    request then continues from its first missing row. Several addresses must have the same weights.
+    Each teacher takes new requests as it finishes old requests. If a teacher is lost, its
+    unfinished requests go to the other teachers at once. All rows of a sequence come from the same
+    scoring.
 
     All unfinished requests fail with Unavailable if no message arrives for `patience_seconds` and
     no teacher answers a health check, or if a teacher answers health checks but sends no row for
     ten times as long. They fail with WrongState if a teacher reconnects with other weights and no
     other teacher is connected.
 
-    Rows are prefetched up to `max_prefetch_bytes`. A caller that waits for a future, with `result`,
-    `concurrent.futures.wait`, `as_completed` or a callback, lifts that limit for its request.
+    Rows are prefetched up to `max_prefetch_bytes`. The limit does not apply to a request whose
+    future a caller waits for, with `result`, `concurrent.futures.wait`, `as_completed` or a
+    callback.
     """
 
     def __init__(
@@ -80,11 +81,11 @@ class TeacherClient:
     ) -> None:
         """Start one thread per teacher. Connections open on first use.
 
-        `patience_seconds`: see the class. `max_in_flight`: most requests on one stream. `field`:
-        the field that errors name. `scope`: authenticate with a token derived for this scope; see
-        `protos.rpc.channel.open_channel`. `background`: teachers score the requests of this client
-        only while no request of another client waits. `adapter`: the name of the adapter of the
-        teachers that scores every query; "": none.
+        `patience_seconds`: see the class. `max_in_flight`: maximum number of requests on a stream.
+        `field`: the field named in errors. `scope`: authenticate with a token derived for this
+        scope; see `protos.rpc.channel.open_channel`. `background`: teachers score this client's
+        requests only while no other client's request waits. `adapter`: name of the teachers'
+        adapter for every query; "" means none.
         """
         addresses = [address] if isinstance(address, str) else [*address]
         has_several = len(addresses) > 1
@@ -125,7 +126,7 @@ class TeacherClient:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of rows that were requested or received, and not yet taken by the caller."""
+        """Bytes of rows that were requested or received, and that the caller has not taken yet."""
         return self._window.held_bytes
 
     def info(self) -> TeacherInfo:
@@ -216,10 +217,10 @@ class TeacherClient:
             _cancel_all(futures)
 
     def as_completed(self, queries: Iterable[ScoreQuery]) -> Iterator[tuple[int, RowBlock]]:
-        """Yield (index of the query, its rows) for each query, as soon as its rows are there.
+        """Yield (index of the query, its rows) for each query as soon as its rows arrive.
 
-        Raises the error of a query when its turn comes. That, and leaving the loop, cancels the
-        queries that have no rows yet.
+        Raises the error of a failed query. An error, or leaving the loop, cancels the unfinished
+        queries.
         """
         numbers = {self.submit(query): number for number, query in enumerate(queries)}
         try:
@@ -237,12 +238,12 @@ class TeacherClient:
         `tensors` maps every parameter name to its array; see `weights_parts`. With `tau` the
         teacher sets phi <- tau phi + (1 - tau) theta, where theta is `tensors`.
 
-        Every row received after this call is of the new weights: unfinished requests are scored
+        All rows received after this call come from the new weights: unfinished requests are scored
         again. Other clients of this teacher fail with WrongState. Blocks for at most one hour.
 
         Raises InvalidInput for several teachers or for arrays that cannot be pushed, and the
-        teacher's error if it refuses the push; then nothing has changed. After Unavailable or
-        TimedOut the outcome is unknown: call `info` to learn the version.
+        teacher's error if it refuses the push; the weights are then unchanged. After Unavailable or
+        TimedOut the outcome is unknown: call `info` to read the version.
         """
         if len(self._lanes) > 1:
             raise InvalidInput(

@@ -1,4 +1,4 @@
-"""The connection of a client to one teacher, with a thread that keeps its stream open."""
+"""The connection of a client to one teacher, and the thread that keeps its stream open."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ _NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class SharedIdentity:
-    """The identity that all teachers of a client must have, fixed by the first one that answers.
+    """The identity that all teachers of a client must have. The first teacher that answers sets it.
 
-    The identity is fingerprint and version. Thread-safe, except for the methods that say otherwise.
+    The identity consists of fingerprint and version. Thread-safe, except where a method says
+    otherwise.
     """
 
     def __init__(self, field: str, adapter: str = "") -> None:
-        """`adapter`: the identity is that of the rows with it."""
+        """`adapter`: the identity includes this adapter."""
         self._field = field
         self._adapter = adapter
         self._lock = threading.Lock()
@@ -52,13 +53,13 @@ class SharedIdentity:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Hold the lock while the weights are updated, which blocks checks of teachers."""
+        """Hold the lock during a weight update, which blocks checks of teachers."""
         with self._lock:
             self._changes += 1
             yield
 
     def require(self, info: teacher_pb2.TeacherInfo, name: str) -> None:
-        """Raises WrongState if the identity in `info` is not the expected one.
+        """Raise WrongState if the identity in `info` differs from the expected identity.
 
         The first call sets the expected identity. `name` names the teacher in the error.
         """
@@ -66,7 +67,7 @@ class SharedIdentity:
             self.check(info, name)
 
     def of(self, info: teacher_pb2.TeacherInfo, name: str) -> str:
-        """Return the identity that this client asks of the teacher `name`.
+        """Return the identity of the teacher `name` with this client's adapter.
 
         Raises WrongState if the teacher does not have the adapter.
         """
@@ -83,14 +84,14 @@ class SharedIdentity:
         return identity_of(fingerprints[self._adapter], info.version)
 
     def check(self, info: teacher_pb2.TeacherInfo, name: str) -> None:
-        """Do what `require` does, inside `changing`, where the lock is held."""
+        """Like `require`, but for use inside `changing`, where the lock is held."""
         identity = self.of(info, name)
         self._expected_identity = self._expected_identity or identity
         if identity != self._expected_identity:
             raise self.mismatch_error(identity, name)
 
     def mismatch_error(self, identity: str, name: str) -> WrongState:
-        """Return the error for the teacher `name`, whose identity is not the expected one."""
+        """Return the error for the teacher `name` with an unexpected identity."""
         return WrongState(
             f"the {name} is {identity}, but {self._expected_identity} was expected",
             field=self._field,
@@ -103,7 +104,7 @@ class SharedIdentity:
 
 
 def not_a_teacher(error: grpc.RpcError, address: str, field: str = "") -> InvalidInput | None:
-    """Return the error for a server without the teacher's methods; None for another error."""
+    """Return the error for a server without the teacher's methods, or None for another error."""
     call: Any = error
     if call.code() is not grpc.StatusCode.UNIMPLEMENTED:
         return None
@@ -115,11 +116,11 @@ def not_a_teacher(error: grpc.RpcError, address: str, field: str = "") -> Invali
 
 
 class TeacherConnection:
-    """Sends requests of a window to one teacher and returns the answers to the window.
+    """Sends requests of a queue to one teacher and returns the answers to the queue.
 
-    A thread keeps the stream open while the window has unfinished requests. When the stream breaks,
-    its unfinished requests go back to the window, where any lane may take them. The stream is
-    opened again after a jittered pause of at most 2 s.
+    A thread keeps the stream open while the queue has unfinished requests. When the stream breaks,
+    its unfinished requests return to the queue, and any connection may take them. The stream is
+    reopened after a jittered pause of at most 2 s.
 
     `connected` is True while the stream is open; `last_fault` is the error that ended the last one.
     """
@@ -156,12 +157,14 @@ class TeacherConnection:
         self._thread.start()
 
     def close(self) -> None:
-        """Close the connection and join the thread. Close the window first, or this blocks."""
+        """Close the connection and join the thread. Close the queue first, otherwise this call
+        blocks.
+        """
         self._channel.close()  # cancels the stream
         self._thread.join()
 
     def cancel_stream(self) -> None:
-        """Cancel the stream; the thread opens another one when there is a request."""
+        """Cancel the stream. The thread opens another stream when there is a request."""
         if self._call is not None:
             self._call.cancel()
 
@@ -190,7 +193,7 @@ class TeacherConnection:
     def start_health_check(self, seconds: float) -> Any:
         """Start a health check with a deadline of `seconds`; pass the returned call to `is_alive`.
 
-        Raises ValueError if the lane is closed.
+        Raises ValueError if the connection is closed.
         """
         request = health_pb2.HealthCheckRequest()
         return self._health.Check.future(request, timeout=seconds, wait_for_ready=True)
@@ -209,7 +212,9 @@ class TeacherConnection:
             self._window.wait_closed(backoff(self._failures + 1, 0.05, _MAX_BACKOFF_SECONDS))
 
     def _stream_until_fault(self) -> DistillError | None:
-        """Run one stream to its end; return its error, or None if the teacher ended it normally."""
+        """Run one stream to its end. Return its error, or None if the teacher ended the stream
+        normally.
+        """
         self._failures += 1
         try:
             self._stream_answers(self.get_info())
@@ -248,7 +253,7 @@ class TeacherConnection:
 
 
 def _without_numbers(fault: DistillError | None) -> str:
-    """Return the text without its digits: the message of a loading teacher has a percentage."""
+    """Return the text without digits, because the message of a loading teacher has a percentage."""
     return re.sub(r"\d", "", str(fault))
 
 

@@ -26,7 +26,7 @@ class TeacherInfo:
     max_top_k: int
     """Largest `top_k` of a query."""
     max_length: int
-    """Most tokens in one sequence."""
+    """Maximum number of tokens of a sequence."""
     dtype: str
     """Type of the weights."""
     engine: str
@@ -36,21 +36,21 @@ class TeacherInfo:
     max_tail_samples: int
     """Largest `tail_samples` of a query."""
     max_tail_draws: int = 0
-    """Most `draw_ids` of a row; 0: the teacher is older than tail draws."""
+    """Maximum `draw_ids` per row; 0 for a teacher of an older version."""
     max_request_bytes: int = MAX_MESSAGE_BYTES
     """Largest request, in one message or several."""
     max_chosen_ids: int | None = None
-    """Most `head_ids` and `draw_ids` of a row together; None: no limit; 0: only `top_k`."""
+    """Maximum `head_ids` and `draw_ids` per row together; None: no limit; 0: only `top_k`."""
     only_temperature_one: bool = False
     """True if the teacher scores at temperature 1 only."""
     takes_vocab_size: bool = False
-    """True if it takes the `vocab_size` of a query; False: it is older, or an endpoint."""
+    """Whether the teacher supports `vocab_size` of a query. Older versions and endpoints do not."""
     adapters: Mapping[str, str] = field(default_factory=dict)
-    """Fingerprints of the rows with an adapter, by its name."""
+    """Fingerprints of the rows with an adapter, by the adapter's name."""
     takes_images: bool = False
-    """True if its model reads the `images` of a query."""
+    """Whether the teacher's model accepts `images` of a query."""
     chat_template: str | None = None
-    """Default chat template of its tokenizer; "" if it has none; None if that is unknown."""
+    """Default chat template of the tokenizer; "" if it has none; None if unknown."""
 
 
 @dataclass(frozen=True)

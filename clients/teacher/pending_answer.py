@@ -1,6 +1,6 @@
-"""The future of one query, and its rows: every row once, all from one scoring.
+"""The future of one query, and the assembly of its rows from a single scoring.
 
-Waiting for a future in any way sends its request.
+Waiting for a future sends its request.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RowAssembly:
 
     @property
     def resume_position(self) -> int:
-        """The `next_position` of a request for the missing rows; 0 if no row was received."""
+        """The `next_position` for a request of the missing rows; 0 if no row was received."""
         return self.next_position if self._received_rows else 0
 
     def restart(self) -> None:
@@ -51,7 +51,7 @@ class RowAssembly:
         return self._digest in (None, chunk.scoring_digest)
 
     def add(self, chunk: teacher_pb2.ScoreChunk, vocab_size: int) -> RowBlock | None:
-        """Append a chunk; return all rows, with head ids, once they are complete, else None.
+        """Append a chunk. Returns all rows, with head ids, when they are complete, else None.
 
         `vocab_size`: number of the teacher's logits. Raises Corrupt if rows are missing, duplicate,
         damaged or of an unexpected shape or dtype, or have other ids, or numbers that are no
@@ -126,7 +126,7 @@ def _allocate_block(query: ScoreQuery) -> RowBlock:
 
 
 class Window(Protocol):
-    """The queue that holds an answer, see PendingRequests."""
+    """The queue that contains an answer; see PendingRequests."""
 
     def want(self, answer: PendingAnswer) -> None:
         """Send the request regardless of the prefetch limit, because a caller waits."""
@@ -138,9 +138,10 @@ class Window(Protocol):
 
 
 class _Waiters(list[Any]):
-    """The waiters of a future: `concurrent.futures.wait` and `as_completed` add themselves.
+    """The waiters of a future, to which `concurrent.futures.wait` and `as_completed` add
+    themselves.
 
-    A waiter is handled as a caller of `result`.
+    A waiter counts as a caller of `result`.
     """
 
     def __init__(self, answer: PendingAnswer) -> None:
@@ -157,12 +158,11 @@ class _Waiters(list[Any]):
 class PendingAnswer(Future[RowBlock]):
     """The future of one query.
 
-    Its rows count against the prefetch limit from the time the request is sent until a caller
-    takes the result or drops the future. A caller that waits for it, in any way that
-    `concurrent.futures` or `asyncio` has, sets `is_awaited`.
+    Its rows count against the prefetch limit from the time the request is sent until a caller takes
+    the result or drops the future. A caller that waits for the future, with any function of
+    `concurrent.futures` or `asyncio`, sets `is_awaited`.
 
-    Lock order: the condition of a future may be held when the lock of the window is taken, never
-    the other way round.
+    Lock order: first the condition of a future, then the lock of the window; never in reverse.
     """
 
     def __init__(self, window: Window, query: ScoreQuery) -> None:
@@ -192,7 +192,7 @@ class PendingAnswer(Future[RowBlock]):
         return self.dropped
 
     def result(self, timeout: float | None = None) -> RowBlock:
-        """As in Future; the caller then holds the rows, and they stop counting."""
+        """As in Future. The rows then no longer count against the limit."""
         self._window.want(self)
         try:
             return super().result(timeout)
@@ -200,7 +200,7 @@ class PendingAnswer(Future[RowBlock]):
             self._release_if_done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """As in Future; the rows stop counting once the answer is there."""
+        """As in Future. When the answer has arrived, the rows no longer count against the limit."""
         self._window.want(self)
         try:
             return super().exception(timeout)
@@ -208,7 +208,7 @@ class PendingAnswer(Future[RowBlock]):
             self._release_if_done()
 
     def release(self) -> None:
-        """Stop counting its rows: the caller has taken them, or has dropped the future."""
+        """Stop counting the rows, because the caller has taken them or dropped the future."""
         self._window.release(self)
 
     def _release_if_done(self) -> None:

@@ -35,9 +35,9 @@ MAX_TRIES = 3
 class PendingRequests:
     """The queue of requests, shared by the caller's threads and the streams of all teachers.
 
-    Every method is thread-safe. At most `max_requests` are in flight on one stream. The answers
-    that are in flight, or received and not yet taken, have at most `max_bytes`. A request that a
-    caller waits for is sent regardless of `max_bytes`.
+    Every method is thread-safe. A stream has at most `max_requests` requests in flight. The answers
+    that are in flight, or received and not yet taken, have at most `max_bytes` in total. A request
+    that a caller waits for is sent regardless of `max_bytes`.
     """
 
     def __init__(self, max_requests: int, max_bytes: int) -> None:
@@ -61,7 +61,7 @@ class PendingRequests:
         return self._held_bytes
 
     def submit(self, query: ScoreQuery) -> Future[RowBlock]:
-        """Queue a query and return its future. Raises Unavailable if the window is closed."""
+        """Queue a query and return its future. Raises Unavailable after `close`."""
         answer = PendingAnswer(self, query)
         with self._changed:
             if self.closed:
@@ -109,21 +109,21 @@ class PendingRequests:
             self._wake_senders()
 
     def wait_for_work(self) -> bool:
-        """Block until there is an unfinished request; return False if the window is closed."""
+        """Block until there is an unfinished request. Return False after `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self._has_unfinished())
             return not self.closed
 
     def wait_closed(self, seconds: float) -> bool:
-        """Sleep for `seconds`, or until the window is closed; return True if it is closed."""
+        """Sleep for `seconds` or until `close`. Return True after `close`."""
         with self._changed:
             return self._changed.wait_for(lambda: self.closed, seconds)
 
     def wait_for_stall(self, seconds: float, not_before: float) -> bool:
-        """Block until no message has arrived for `seconds` although an answer is due.
+        """Block until an answer is due and no message has arrived for `seconds`.
 
-        The silence counts from `not_before` (monotonic clock) at the earliest. Returns False once
-        the window is closed.
+        The time counts from `not_before` (monotonic clock) at the earliest. Returns False after
+        `close`.
         """
         with self._changed:
             while not self.closed:
@@ -146,7 +146,7 @@ class PendingRequests:
             self._changed.notify_all()
 
     def fail_all(self, fault: DistillError) -> None:
-        """Fail every unfinished request with `fault`; requests submitted later are not affected."""
+        """Fail every unfinished request with `fault`. Later requests are not affected."""
         for answer in self._take_all():
             _resolve_future(answer, fault)
 
@@ -159,7 +159,9 @@ class PendingRequests:
             answer.cancel()
 
     def _start_silence_clock(self) -> None:
-        """Start the clock of the silence if no answer is due. Call it before one may become due."""
+        """Start the clock of the silence if no answer is due. Call this before an answer becomes
+        due.
+        """
         if not self._is_answer_due():
             self.silent_since = time.monotonic()
             self._answer_due.notify_all()
@@ -172,13 +174,13 @@ class PendingRequests:
         return bool(self._waiting) or any(stream.in_flight for stream in self._streams)
 
     def _is_answer_due(self) -> bool:
-        """True if an answer of a teacher is due. A request that the limit delays is not."""
+        """True if a teacher owes an answer. A request that the limit delays is not due."""
         return any(stream.in_flight for stream in self._streams) or self._next_answer() is not None
 
     def _next_answer(self, teacher: str | None = None) -> PendingAnswer | None:
-        """Return the next request to send, the oldest one, or None if the limit forbids it.
+        """Return the oldest request that may be sent, or None if the limit forbids sending.
 
-        With `teacher`, skips requests that another connected teacher has failed less often.
+        `teacher`: skip requests that another connected teacher has failed less often.
         """
         while self._waiting and self._waiting[0].dropped:
             self._waiting.popleft()
@@ -221,7 +223,7 @@ class RequestStream:
     """The requests in flight on one stream.
 
     A request gets a new wire id each time it is sent, so that late chunks of an abandoned answer
-    are recognised and ignored.
+    can be ignored.
     """
 
     def __init__(
@@ -238,7 +240,7 @@ class RequestStream:
         self.in_flight: OrderedDict[str, PendingAnswer] = OrderedDict()
 
     def requests(self) -> Iterator[teacher_pb2.ScoreRequest]:
-        """Yield the messages to send, as the window allows, until `end` or the window's `close`."""
+        """Yield the messages to send, within the limits, until `end` or the queue is closed."""
         while (messages := self._next_request()) is not None:
             yield from messages
 
@@ -276,7 +278,7 @@ class RequestStream:
             return None
 
     def _is_next(self, answer: PendingAnswer) -> bool:
-        """True if this stream has room, and no idle stream that may take it has fewer in flight."""
+        """True if this stream has room, and no suitable idle stream has fewer requests."""
         max_requests, fewest_failures = (
             self._window._max_requests,
             self._window._fewest_failures(answer),
@@ -293,7 +295,7 @@ class RequestStream:
         return len(self.in_flight) < max_requests and len(self.in_flight) <= fewest_in_flight
 
     def receive(self, chunk: teacher_pb2.ScoreChunk) -> None:
-        """Process one chunk, and resolve the future that it completes."""
+        """Process one chunk. Resolve the future if the answer is complete."""
         with self._changed:
             answer = self.in_flight.get(chunk.request_id)
             outcome = self._outcome_of(chunk, answer) if answer else None
@@ -305,14 +307,14 @@ class RequestStream:
             _resolve_future(answer, outcome)
 
     def end(self) -> None:
-        """Unregister the stream and requeue its requests, oldest first, with the rows they have."""
+        """Unregister the stream. Requeue its requests with their received rows, oldest first."""
         with self._changed:
             self.retire()
             self._window._streams.remove(self)
             self._changed.notify_all()
 
     def retire(self) -> None:
-        """Requeue the requests, send no more and ignore further chunks. The lock must be held."""
+        """Requeue the requests, stop sending, and ignore further chunks. The lock must be held."""
         self._ended = True
         self._window._waiting.extendleft(reversed(self.in_flight.values()))
         self.in_flight.clear()

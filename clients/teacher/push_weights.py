@@ -1,4 +1,4 @@
-"""Push weights to a teacher: one header, then the tensors in chunks, one tensor in memory."""
+"""Pushes weights to a teacher: a header, then the tensors in chunks. One tensor is in memory."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def push_weights(
     tau: float | None,
     base_version: int,
 ) -> teacher_pb2.PushWeightsReply:
-    """Push `tensors` to the teacher behind `stub`; wait at most one hour for its reply.
+    """Push `tensors` to the teacher of `stub`. Waits at most one hour for its reply.
 
-    `tau` and the arrays: see `weights_parts`. `base_version` is the version that the update
-    follows; the teacher refuses the push if it has another one. Raises RpcError if the call fails,
+    `tau` and the arrays: see `weights_parts`. `base_version`: the current version of the teacher's
+    weights; the teacher refuses the push if its version differs. Raises RpcError if the call fails,
     InvalidInput for an array of another dtype.
     """
     parts = weights_parts(tensors, tau=tau, base_version=base_version)
@@ -48,8 +48,8 @@ def weights_parts(
     If `tau` is None the teacher replaces its weights, else it sets phi <- tau phi + (1 - tau) theta
     with theta = `tensors`. Arrays are float32, float16, or uint16 with the bits of bfloat16.
 
-    Every array is read twice, first for shapes and dtypes, then for data, and one at a time: a lazy
-    mapping needs memory for one array only. Raises InvalidInput for an array of another dtype.
+    Every array is read twice: first for its shape and dtype, then for its data. With a lazy
+    mapping, only one array is in memory. Raises InvalidInput for an array of another dtype.
     """
     specs = [_tensor_spec(name, tensors[name]) for name in tensors]
     replace, ema = teacher_pb2.WEIGHTS_MODE_REPLACE, teacher_pb2.WEIGHTS_MODE_EMA

@@ -1,4 +1,4 @@
-"""Score queries: one sequence and the rows to compute, their message and their cache key."""
+"""Score queries: a sequence and its requested rows, the message, and the cache key."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class ScoreQuery:
       returns their log-probs. Not together with `tail_samples`.
     - `vocab_size`: the rows are of the softmax over the teacher's first `vocab_size` logits; None:
       over all of them
-    - `adapter`: the name of the adapter of the teacher to score with; "": none
+    - `adapter`: name of the teacher's adapter; "" means none
     - `images`: encoded images (PNG, JPEG or WebP), one for each placeholder token of `token_ids`;
-      all placeholders are before `start`. `token_ids`, `start` and rows are counted with one
-      placeholder an image, however many tokens the teacher makes of it.
+      all placeholders are before `start`. `token_ids`, `start` and rows count one placeholder per
+      image, for any number of image tokens.
 
     Raises InvalidInput unless exactly one of `top_k` and `head_ids` is given, the arrays have these
     shapes, and the temperature is finite and large enough.
@@ -130,7 +130,7 @@ class ScoreQuery:
 
     @property
     def tail_draws(self) -> int:
-        """Number of tail draws per row."""
+        """Number of `draw_ids` per row."""
         return 0 if self.draw_ids is None else int(self.draw_ids.shape[1])
 
     @property
@@ -147,7 +147,7 @@ class ScoreQuery:
 
 
 def _require_integers(field: str, ids: object, shape: str, dimensions: int) -> None:
-    """Raise InvalidInput unless `ids` is an array of integers with so many dimensions."""
+    """Raise InvalidInput unless `ids` is an array of integers with this number of dimensions."""
     if isinstance(ids, np.ndarray) and ids.ndim == dimensions and ids.dtype.kind in "iu":
         return
     description = (
@@ -161,7 +161,7 @@ def _require_integers(field: str, ids: object, shape: str, dimensions: int) -> N
 
 
 def answer_bytes(query: ScoreQuery) -> int:
-    """Bytes of memory that the rows of `query` take, head ids given in the query excluded."""
+    """Return the memory of the rows of `query` in bytes, without head ids given in the query."""
     logprob_bytes = 4 if query.f32 else 2
     candidate_bytes = (4 if query.head_ids is None else 0) + logprob_bytes
     sample_bytes = 4 * query.tail_samples + 4 if query.tail_samples else 0
@@ -201,7 +201,7 @@ def request_of(
 def requests_of(
     query: ScoreQuery, request_id: str, next_position: int = 0
 ) -> Iterator[teacher_pb2.ScoreRequest]:
-    """Yield the message of `request_of`, or if it is too large the same request in several."""
+    """Yield the message of `request_of`, or several messages if it is too large."""
     request = request_of(query, request_id, next_position)
     if request.ByteSize() <= MAX_MESSAGE_BYTES - REQUEST_ENVELOPE_BYTES:
         yield request
@@ -231,8 +231,8 @@ def identity_of(fingerprint: str, version: int) -> str:
 def row_key(fingerprint: str, version: int, query: ScoreQuery) -> bytes:
     """Return the 32-byte cache key of the rows that this teacher computes for `query`.
 
-    The key is a sha256 of everything that determines the rows, the codec version included.
-    `fingerprint`: of the teacher with the adapter of the query.
+    The key is a sha256 of all values that determine the rows, including the codec version.
+    `fingerprint`: of the teacher with the query's adapter.
     """
     facts = [
         fingerprint,

@@ -43,8 +43,8 @@ def capture(
 
     A job with method.type = "offline" trains from the store, without the teacher.
 
-    An interrupted capture resumes at the first incomplete shard of the store: run it again with
-    the same --store, or use `distill run --resume DIR`.
+    An interrupted capture resumes at the first incomplete shard of the store: run the command again
+    with the same --store, or use `distill run --resume DIR`.
     """
     capture_overrides = ["method.type=capture"]
     capture_overrides += [f"method.store={store}"] if store else []

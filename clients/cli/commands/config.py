@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 class MethodName(StrEnum):
-    """The keys of `clients.config.kinds.KINDS`, repeated here: that module is slow to import."""
+    """The keys of `clients.config.kinds.KINDS`, repeated here because importing that module is
+    slow.
+    """
 
     ON_POLICY = "on_policy"
     OFFLINE = "offline"

@@ -39,7 +39,7 @@ EXTRAS = {
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. A warning is only printed; a problem makes the command fail."""
+    """One line of the report. A warning is only printed. A problem makes the command fail."""
 
     name: str
     value: str

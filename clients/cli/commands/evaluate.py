@@ -141,7 +141,7 @@ def _require_packages(config: ExamConfig) -> None:
 
 
 def _name_models(models: Sequence[str], *, local: bool) -> dict[str, str]:
-    """Return models by display name; a run directory becomes its export and its anchor's."""
+    """Return the models by display name. A run directory gives its export and its anchor."""
     paths_by_name: dict[str, str] = {}
     for argument in models:
         name, equals, model = argument.partition("=")
@@ -164,7 +164,7 @@ def _name_models(models: Sequence[str], *, local: bool) -> dict[str, str]:
 
 
 def _require_model(path: str) -> None:
-    """Raise NotFound if `path` is not a directory and either no hub id or a misspelt directory."""
+    """Raise NotFound if `path` is neither a directory nor a hub id, or is a misspelt directory."""
     directory = Path(path)
     if directory.is_dir():
         return

@@ -194,7 +194,7 @@ def rm(
 ) -> None:
     """Remove jobs that have ended, with their files on the server.
 
-    Jobs that are pinned, or that a job needs which has not ended, are refused.
+    The command refuses pinned jobs, and jobs whose outputs an unfinished job needs.
     """
     settings = settings_of(context)
     choice = Choice(jobs, every, state, older_than, own_only, labels)
@@ -216,7 +216,7 @@ def pin(
     jobs: JobsArgument,
     off: Annotated[bool, typer.Option("--off", help="Let the jobs be removed again.")] = False,
 ) -> None:
-    """Keep jobs from being removed, by `distill rm` and by the server's --keep-days."""
+    """Protect jobs from removal by `distill rm` and by the server's --keep-days."""
     settings = settings_of(context)
     with settings.client() as client:
         _apply_to_jobs(
@@ -250,8 +250,8 @@ def _apply_to_jobs(
 ) -> None:
     """Call `act` for each job and print the results.
 
-    `stop_on_error`: the user named the jobs, so the first error skips the remaining ones. Otherwise
-    only an unreachable server does. Raises the first error at the end.
+    `stop_on_error`: true if the user named the jobs. The first error then skips the remaining jobs.
+    Otherwise only an unreachable server stops the loop. Raises the first error at the end.
     """
     changed_jobs: list[Job] = []
     faults: list[DistillError] = []
@@ -304,7 +304,8 @@ def print_jobs(output: Output, jobs: Sequence[Job], lines: Sequence[str]) -> Non
 def facts_of(job: Job) -> Mapping[str, Any]:
     """Return a job as a JSON object.
 
-    `checkpoints` and `config` are missing in jobs of a list, for which the server sends neither.
+    `checkpoints` and `config` are absent for the jobs of a list, because the server omits them
+    there.
     """
     record = asdict(job)
     config, checkpoints = record.pop("config_json"), record.pop("checkpoints")
@@ -354,7 +355,7 @@ def _kl_or_loss(row: Mapping[str, Any]) -> str:
 
 
 def _state_reason(row: Mapping[str, Any]) -> str:
-    """Return the phase of a job that waits or is prepared, or else the reason of its state."""
+    """Return the phase of a job that is waiting or preparing, otherwise the reason of its state."""
     queued = row["state"] is JobState.QUEUED and row["phase"].startswith("WAITING ")
     waits = queued or row["state"] is JobState.PREPARING
     return str(row["phase"] if waits else row["reason"])

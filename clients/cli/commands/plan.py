@@ -1,4 +1,4 @@
-"""`distill plan` and `distill pair`: the needs of a job, computed before anything is loaded."""
+"""`distill plan` and `distill pair`: checks of a job that load no weights."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def plan(
         float, typer.Option(min=1, max=10_000, metavar="GIB", help="Memory of a GPU in GiB.")
     ] = 80.0,
 ) -> ExitCode:
-    """Compute the GPU memory of a job before anything is loaded.
+    """Compute the GPU memory of a job without loading the model.
 
-    It prints what a GPU needs in each stage of a step, the largest micro-batch that fits, and, if
-    the job does not fit, which change makes it fit. Exit code 1: it does not fit.
+    The command prints the memory of a GPU in each stage of a step, and the largest micro-batch that
+    fits. If the job does not fit, it prints which change makes the job fit, and exits with code 1.
     """
     from clients.config.file import load_job
     from clients.config.tables.job import TrainingJob
@@ -79,11 +79,12 @@ def pair(
     ] = None,
     records: Annotated[int, typer.Option(min=1, help="Number of records to read.")] = 200,
 ) -> ExitCode:
-    """Compare the tokenizers of two directories, on the texts of a data set.
+    """Compare the tokenizers of two directories on the texts of a data set.
 
-    It prints whether the student has the teacher's tokenizer, and if not, what share of its tokens
-    is one token of the teacher, by kind of text; what a job would minimise, and what to write into
-    the job file. Exit code 1: the pair cannot be trained.
+    The command prints whether both have the same tokenizer. If not, it prints the share of the
+    student's tokens that equal one token of the teacher, by kind of text. It also prints the
+    objective of a job with this pair, and the keys for the job file. Exit code 1: the pair cannot
+    be trained.
     """
     from clients.plan import pair as model_pair
 

@@ -128,9 +128,9 @@ def report(
         Path | None, typer.Option("-o", metavar="FILE", help="HTML file, by default JOB.html.")
     ] = None,
 ) -> None:
-    """Write a report of a job as one HTML file, which needs no network.
+    """Write a report of a job as one HTML file that opens without a network.
 
-    It has the result, curves, timings, samples, configuration and environment of the job.
+    The report contains the result, curves, timings, samples, configuration and environment.
     """
     from clients.cli.plots.report_page import report_page
 

@@ -1,4 +1,4 @@
-"""`distill preview`: what a job will learn, token by token, before anything is trained."""
+"""`distill preview`: the training input of a job, token by token, before training."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def preview(
         Path | None, typer.Option("-o", metavar="FILE", help="Write an HTML page instead.")
     ] = None,
 ) -> ExitCode:
-    """Show what a job will learn, token by token, before anything is trained.
+    """Show the training input of a job, token by token, before training.
 
-    It reads the first records as the program of the job does, and shows what the student and the
-    teacher read: tokens that are learned, context, end tokens, and text that no token stands for.
-    It counts the records that are left out of the first 1,000. No teacher and no GPU is needed.
+    The command reads the first records as the training program does. It shows the input of the
+    student and of the teacher: trained tokens, context, end tokens, and text without a token. It
+    counts the skipped records among the first 1,000. No teacher and no GPU is needed.
     """
     from clients.cli.plots.preview_page import preview_page
     from clients.config.file import load_job

@@ -67,7 +67,7 @@ def run(
 
 
 def _resume_or_finish(path: Path, job: AnyJob, output: Output) -> ExitCode:
-    """Resume the job of a run directory; return OK at once if it has succeeded.
+    """Resume the job of a run directory. If the job has succeeded, return OK at once.
 
     `job`: the job of the file. Raises InvalidInput (`--dir`) if the directory has another job.
     """
@@ -96,10 +96,10 @@ def run_new(
 ) -> ExitCode:
     """Run the first attempt of the job in a file, in a new run directory in `runs`.
 
-    `directory`: the run directory itself, instead of a name in `runs`.
+    `directory`: path of the run directory, instead of a new directory in `runs`.
 
-    Returns the exit code of the command. Removes the run directory and raises the trainer's error
-    if its preflight refuses the job.
+    Returns the exit code of the command. If the trainer's preflight refuses the job, removes the
+    run directory and raises the trainer's error.
     """
     return _run_and_conclude(
         _create_run(job, job_overrides, runs, directory), 1, output, remove_if_refused=True
@@ -171,7 +171,7 @@ def _create_run(job: str, job_overrides: list[str], runs: Path, directory: str) 
 
 
 def _create_atomically(path: Path, parts: tuple[AnyJob, str, str]) -> RunDirectory:
-    """Create the run directory `path` atomically: a script may be killed at any time.
+    """Create the run directory `path` atomically, because a script may be killed at any time.
 
     Raises InvalidInput if `path` exists and is not an empty directory.
     """
@@ -193,7 +193,7 @@ def _create_atomically(path: Path, parts: tuple[AnyJob, str, str]) -> RunDirecto
 
 
 def with_absolute_reward(job: Path, config: AnyJob) -> AnyJob:
-    """Return the job with `reward.file` made absolute, from the job file's directory.
+    """Return the job with an absolute path in `reward.file`, relative to the job file's directory.
 
     Raises InvalidInput if the file does not exist.
     """
@@ -248,7 +248,7 @@ def _reopen_run(path: Path, max_steps: int | None) -> tuple[RunDirectory, int]:
 
 
 def _new_attempt(run: RunDirectory, status: Status | None) -> int:
-    """Return an unused attempt number; creates its log directory, which reserves the number."""
+    """Return an unused attempt number, and reserve the number by creating its log directory."""
     names = [log.name.removeprefix("attempt-") for log in run.logs(1).parent.glob("attempt-*")]
     numbers = [int(name) for name in names if name.isdecimal()]
     attempt = max([*numbers, status.attempt if status else 0]) + 1

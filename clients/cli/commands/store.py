@@ -104,7 +104,7 @@ def import_(
     ] = None,
     teacher: Annotated[str, typer.Option(help="Name of the teacher, for people.")] = "",
 ) -> None:
-    """Make a store from log-probs that you have dumped from vLLM; see docs/capture.md."""
+    """Create a store from log-probs dumped by vLLM; see docs/capture.md."""
     from clients.store.import_dump import Dump, import_dump
 
     sequences = import_dump(out, Dump(dump, tokenizer, vocab_size, top_k, teacher))
@@ -129,7 +129,7 @@ def sample(
         ),
     ] = None,
 ) -> None:
-    """Show rows of one sequence: each token, its probability, and the likeliest head ids."""
+    """Show rows of one sequence: each token, its probability, and the most likely head ids."""
     from clients.store.sample import sample_of
 
     store_sample = sample_of(place_of(store), sequence, rows=rows, head=head, tokenizer=tokenizer)

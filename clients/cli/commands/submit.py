@@ -64,7 +64,7 @@ def submit(
         ),
     ] = False,
 ) -> ExitCode:
-    """Submit a job, or all jobs of a file with [[job]] tables, to the server; return at once."""
+    """Submit the job or jobs of a file to the server, without waiting for their end."""
     from clients.config.file import load_jobs, localized
     from clients.config.sweep import LABEL
 
@@ -130,7 +130,7 @@ def _print_planned_uploads(output: Output, configs: Sequence[AnyJob]) -> bool:
 
 
 def _print_server_paths(output: Output, configs: Sequence[AnyJob]) -> None:
-    """Print the absolute paths that are not on this machine, with similar ones for a typo."""
+    """Print the absolute paths that do not exist on this machine, with similar local paths."""
     from clients.jobs.upload import paths_of_server
 
     for config in configs:
@@ -142,7 +142,7 @@ def _print_server_paths(output: Output, configs: Sequence[AnyJob]) -> None:
 
 
 def _check_with_server(settings: ClientSettings, configs: Sequence[AnyJob]) -> None:
-    """Raise the error that a submit would raise; an unreachable server is only reported."""
+    """Raise the error that a submission would raise. An unreachable server is only reported."""
     try:
         with settings.client() as client:
             client.check(*configs)
@@ -165,9 +165,9 @@ def watch(context: typer.Context, job: JobArgument, timeout: TimeoutOption = Non
 def watch_job(
     client: DistillClient, job_id: str, output: Output, timeout: float | None = None
 ) -> ExitCode:
-    """Show the progress of a job until it ends; return the exit code of its final state.
+    """Show the progress of a job until it ends. Return the exit code of its final state.
 
-    Ctrl-C returns INTERRUPTED and the job continues. Raises TimedOut after `timeout` seconds.
+    Ctrl-C returns INTERRUPTED, and the job continues. Raises TimedOut after `timeout` seconds.
     """
     progress = JobView(job_id)
     try:
@@ -185,14 +185,14 @@ _PAUSE_SECONDS = 10.0
 
 
 class UploadReport:
-    """Prints a line when the upload of a file or directory begins and ends, and every 10 s."""
+    """Prints a line at the start and the end of each upload, and every 10 s in between."""
 
     def __init__(self, output: Output) -> None:
         self._output = output
         self._next_line_at = 0.0
 
     def __call__(self, progress: UploadProgress) -> None:
-        """Print the progress if it is time to."""
+        """Print the progress, unless the last line is too recent."""
         is_complete = progress.sent_bytes == progress.size
         if not (progress.begins or is_complete or time.monotonic() >= self._next_line_at):
             return
@@ -204,5 +204,5 @@ class UploadReport:
 
 
 def format_size(count: int) -> str:
-    """Return a number of bytes for people, such as `1.2 GB`."""
+    """Format a number of bytes, such as `1.2 GB`."""
     return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"

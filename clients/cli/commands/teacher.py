@@ -1,4 +1,4 @@
-"""`distill teacher`: inspect a teacher directly; list those of a job server."""
+"""`distill teacher`: inspect a teacher, or list the teachers of a job server."""
 
 from __future__ import annotations
 

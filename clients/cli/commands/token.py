@@ -15,7 +15,9 @@ _TOKEN_BYTES = 32
 
 
 class RoleName(StrEnum):
-    """The names of `protos.auth.access.Role`; that module imports gRPC, which is slow."""
+    """The names of `protos.auth.access.Role`, repeated here because that module imports gRPC
+    (slow).
+    """
 
     READ = "read"
     SUBMIT = "submit"

@@ -1,1 +1,1 @@
-"""`distill demo` and `distill demo-rl`: they start real processes here and stop them again."""
+"""`distill demo` and `distill demo-rl`, which start and stop real processes."""

@@ -1,4 +1,4 @@
-"""`distill demo`: make data and models, start a teacher and a server, run a job, print results."""
+"""`distill demo`: create data and models, start teacher and server, run a job, print results."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def demo(
 
 
 def clear(directory: Path, output: Output) -> None:
-    """Make the directory of a demo, deleting an earlier demo in it.
+    """Create the directory of a demo. An earlier demo in the directory is deleted.
 
     Raises InvalidInput if the directory has other content.
     """
@@ -127,7 +127,7 @@ def fill_directories(command: tuple[str, ...], directory: Path) -> list[str]:
 
 
 def _make_models(directory: Path, services: Services, output: Output) -> float:
-    """Make the data, the teacher and the student; return the accuracy of the teacher."""
+    """Create the data, the teacher and the student. Return the accuracy of the teacher."""
     printed = ""
     for log, title, command in (
         ("make-data", "generating the data", MAKE_DATA),
@@ -192,7 +192,7 @@ def _watch_job(client: DistillClient, job_id: str, directory: Path, output: Outp
 
 @contextmanager
 def _cancelled_on_error(client: DistillClient, job_id: str, output: Output) -> Iterator[None]:
-    """Cancel the job if the demo is interrupted, because a job outlives its server."""
+    """Cancel the job if the demo is interrupted, because a job continues without its server."""
     from clients.cli.demos.services import uninterrupted
 
     try:

@@ -1,4 +1,4 @@
-"""Child processes of a demo: started with a log file each, and always stopped."""
+"""Child processes of a demo, each with a log file. All are stopped at the end."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SECONDS_TO_STOP = 20.0
 
 
 class Services:
-    """A context manager that runs `python -m MODULE ...` processes and stops them all on exit.
+    """A context manager that runs `python -m MODULE ...` processes, and stops all of them on exit.
 
-    Each process computes with one thread and writes to `logs`/NAME.log. Inside, SIGTERM and SIGHUP
-    raise KeyboardInterrupt, as SIGINT does. Use it in the main thread.
+    Each process has one compute thread and writes to `logs`/NAME.log. In the context, SIGTERM and
+    SIGHUP raise KeyboardInterrupt, as SIGINT does. Only for the main thread.
     """
 
     def __init__(self, logs: Path) -> None:
@@ -45,9 +45,9 @@ class Services:
             signal.signal(number, handler)
 
     def run(self, name: str, arguments: Sequence[str]) -> str:
-        """Run a process to its end and return its output, stderr included.
+        """Run a process to its end and return its output, including stderr.
 
-        Raises InternalFault if its exit code is not 0.
+        Raises InternalFault if the exit code is not 0.
         """
         process = self._start_process(name, arguments)
         try:
@@ -60,9 +60,9 @@ class Services:
         return self._log_file(name).read_text(errors="replace")
 
     def listen(self, name: str, arguments: Sequence[str]) -> str:
-        """Start a server and return its HOST:PORT, once it prints "NAME listening on HOST:PORT".
+        """Start a server, wait for its line "NAME listening on HOST:PORT", and return HOST:PORT.
 
-        Raises InternalFault if it ends, or does not listen within 120 s.
+        Raises InternalFault if the server exits, or does not listen within 120 s.
         """
         process = self._start_process(name, arguments)
         deadline = time.monotonic() + SECONDS_TO_LISTEN
@@ -100,7 +100,9 @@ class Services:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ignore SIGINT, SIGTERM and SIGHUP inside, so that a second Ctrl-C cannot stop a clean-up."""
+    """Ignore SIGINT, SIGTERM and SIGHUP in the context, so that a second Ctrl-C cannot stop a
+    clean-up.
+    """
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     previous_handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:

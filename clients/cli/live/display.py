@@ -1,4 +1,4 @@
-"""Displays of a running job: a live block on a terminal, plain lines or JSON Lines elsewhere."""
+"""Displays of a running job: a live block on a terminal, otherwise plain lines or JSON Lines."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Display(Protocol):
     """Shows the events of a job as they arrive."""
 
     def show(self, event: JobEvent) -> None:
-        """Show one event, which is already added to the JobView."""
+        """Show one event. The caller has already added the event to the JobView."""
         ...
 
 
 @contextmanager
 def display(output: Output, progress: JobView) -> Iterator[Display]:
-    """Enter the display that suits the output: JSON Lines, a live block, or plain lines.
+    """Enter the display for the output: JSON Lines, a live block, or plain lines.
 
     The caller adds each event to `progress` before it passes the event to `show`.
     """
@@ -70,7 +70,7 @@ class PlainLines:
         self._printed_state: tuple[JobState | None, int, str] = (None, 0, "")
 
     def show(self, event: JobEvent) -> None:
-        """Print a line if one is due."""
+        """Print a line, unless the last line is too recent."""
         # Changes of phase count before the first step only: later the phase changes with every
         # evaluation and checkpoint.
         phase = event.phase if event.step == 0 else self._printed_state[-1]
@@ -84,9 +84,9 @@ class PlainLines:
 
 
 class LiveBlock:
-    """A block redrawn in place: progress bar, metrics and KL curve.
+    """A terminal block that is redrawn in place: progress bar, metrics and KL curve.
 
-    Evaluations and changes of state are printed above the block and stay there.
+    Evaluations and state changes are printed above the block and remain visible.
     """
 
     def __init__(self, progress: JobView, console: Console) -> None:
@@ -107,7 +107,7 @@ class LiveBlock:
             self._console.print(f"step {event.step:>6}  {figures}", markup=False)
 
     def render(self) -> RenderableType:
-        """Return the block; rich calls this from a thread of its own, four times a second."""
+        """Return the block. rich calls this method from its own thread, four times per second."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -142,9 +142,9 @@ def line_of(job: JobView, event: JobEvent) -> str:
 
 
 def conclude(output: Output, job: JobView, **extra: Any) -> ExitCode:
-    """Print the last line about a job that has ended, and return the exit code for its state.
+    """Print the last line of a finished job, and return the exit code for its state.
 
-    `extra` are further names and values to print. With --json nothing is printed.
+    `extra`: further names and values to print. With --json nothing is printed.
     """
     if not output.as_json:
         parts = [f"{job.job_id} {job.state}", f"{job.step}/{job.max_steps} steps"]

@@ -1,4 +1,4 @@
-"""One attempt of a job in the foreground: its process, its events, Ctrl-C, and the final event."""
+"""One attempt of a job in the foreground: its process, events, Ctrl-C, and final event."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ SECONDS_TO_STOP = 60.0
 
 
 class RunFollower:
-    """Follows one attempt in a run directory; each `poll` returns the new events.
+    """Follows one attempt in a run directory. Each `poll` returns the new events.
 
-    The trainer may rewrite metrics.jsonl meanwhile, as it does when it resumes.
+    The trainer may rewrite metrics.jsonl at the same time, as it does when it resumes.
     """
 
     def __init__(self, run: RunDirectory, attempt: int, max_steps: int) -> None:
@@ -67,9 +67,10 @@ class RunFollower:
                 yield self._make_event(status)
 
     def trainer_died(self, reason: str, state: JobState = JobState.FAILED) -> JobEvent:
-        """Return the final event of a trainer that ended without writing a final status.
+        """Return the final event of a trainer that exited without writing a final status.
 
-        A reason that the trainer wrote before takes the place of `reason`, unless it was stopped.
+        If the trainer wrote a reason before, that reason replaces `reason`, unless the trainer was
+        stopped.
         """
         verdict: Verdict = "cancelled" if state is JobState.CANCELLED else "failed"
         if state is not JobState.CANCELLED:
@@ -103,11 +104,11 @@ def _job_state(status: Status) -> JobState:
 def run_attempt(
     run: RunDirectory, attempt: int, output: Output, inherited: Sequence[int] = ()
 ) -> tuple[JobView, ExitCode]:
-    """Run one attempt to its end and show its progress.
+    """Run one attempt to its end and show its progress. Only for the main thread (signal handlers).
 
-    Returns the job's final view, and the trainer's exit code: INTERRUPTED if the user killed it,
-    JOB_FAILED if it is not one of ExitCode. `inherited`: file descriptors for the trainer. Use it
-    in the main thread, for its signal handlers.
+    Returns the job's final view, and the trainer's exit code: INTERRUPTED if the user killed the
+    trainer, JOB_FAILED for a code that is no ExitCode. `inherited`: file descriptors that the
+    trainer inherits.
     """
     config = run.config()
     progress = JobView(run.path.name, attempt=attempt, max_steps=config.max_steps)
@@ -139,10 +140,10 @@ def run_attempt(
 
 
 class _StopSignals:
-    """Signal handlers: the first signal requests a checkpoint and a stop, a later Ctrl-C kills.
+    """Signal handlers. The first signal requests a checkpoint and a stop; a later Ctrl-C kills.
 
-    SIGTERM and SIGHUP never kill: batch systems send SIGTERM more than once, and SIGKILL when the
-    time to save is over.
+    SIGTERM and SIGHUP never kill. Batch systems send SIGTERM more than once, and send SIGKILL when
+    the time for a checkpoint is over.
     """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -1,4 +1,4 @@
-"""The teacher that `distill run` starts for a job with `teacher.model`, and stops with it."""
+"""The teacher that `distill run` starts for a job with `teacher.model`, and stops after the job."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _GUARD = (
 def foreground_teacher(
     config: AnyJob, run: RunDirectory, output: Output
 ) -> Iterator[Sequence[int]]:
-    """Run the teacher of the job, if it needs one to be started, while the block runs.
+    """Run the teacher of the job in the context, if the job needs one. Only for the main thread.
 
-    Yields the file descriptors that the trainer must inherit: if this process is killed, the
-    teacher ends with the trainer. Its log is teacher.log in the run directory. Inside, SIGTERM and
-    SIGHUP raise KeyboardInterrupt, as SIGINT does; use it in the main thread. Raises InvalidInput
-    with its reason if it cannot start.
+    Yields the file descriptors that the trainer must inherit. If this process is killed, the
+    teacher then exits with the trainer. The log is teacher.log in the run directory. In the
+    context, SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does. Raises InvalidInput with
+    the teacher's reason if the teacher cannot start.
     """
     teacher = config.started_teacher
     if teacher is None:
@@ -65,9 +65,9 @@ def foreground_teacher(
 
 
 def _start_teacher(command: Sequence[str], file: Path, guard_pipe: int) -> subprocess.Popen[bytes]:
-    """Start the teacher; its process first writes its process group to `guard_pipe`.
+    """Start the teacher. Its process first writes its process group to `guard_pipe`.
 
-    Then the guard stops it even if this process is killed right after the start.
+    The guard can therefore stop the teacher even if this process is killed right after the start.
     """
     with file.open("wb") as log:
         return subprocess.Popen(
@@ -94,9 +94,10 @@ def _stop_teacher(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def _start_guard() -> Iterator[int]:
-    """Yield a file descriptor; write the number of a process group and a line break to it.
+    """Yield a file descriptor. The caller writes the number of a process group and a line break to
+    it.
 
-    The guard stops the group when all processes that hold the descriptor have ended.
+    The guard stops the process group when all processes that hold the descriptor have exited.
     """
     end, guard_pipe = os.pipe()
     guard = subprocess.Popen(
@@ -117,7 +118,7 @@ def _start_guard() -> Iterator[int]:
 
 
 def _wait_for_address(process: subprocess.Popen[bytes], file: Path) -> str:
-    """Wait until the teacher listens, however long its model takes to load."""
+    """Wait, without a time limit, until the teacher listens: loading a model can take long."""
     while True:
         has_ended = process.poll() is not None
         log_text = file.read_text(errors="replace")

@@ -1,4 +1,4 @@
-"""The panels and curves of a plot, independent of how they are drawn."""
+"""The panels and curves of a plot, independent of the output format."""
 
 from __future__ import annotations
 
@@ -34,9 +34,11 @@ class Curve:
     """One metric of one job."""
 
     label: str
-    """The metric; in a plot of several jobs, the job id."""
+    """The name of the metric. In a plot of several jobs: the job id."""
     number: int
-    """Index of the color: the curve's in its panel; in a plot of several jobs, the job's."""
+    """Index of the color: the index of the curve in its panel. In a plot of several jobs: of the
+    job.
+    """
     points: Sequence[tuple[float, float]]
     """(step, value), in order of step."""
     held_out: bool
@@ -50,7 +52,7 @@ class Panel:
     title: str
     curves: Sequence[Curve]
     log: bool
-    """True for a logarithmic y axis; all values are then positive."""
+    """True for a logarithmic y axis. All values are then positive."""
 
     def spans(self) -> tuple[float, float, float, float]:
         """Return (first step, last step, lowest, highest value); neither range is empty."""
@@ -72,9 +74,9 @@ class Panel:
 
 
 def panels_of(records: Sequence[JobRecord], metrics: Sequence[str] = ()) -> list[Panel]:
-    """Return a panel for each of `metrics`; without `metrics`, the default panels.
+    """Return a panel for each of `metrics`, or the default panels if `metrics` is empty.
 
-    With several jobs a panel has one curve per job. Raises InvalidInput if no job has recorded a
+    With several jobs, a panel has one curve per job. Raises InvalidInput if no job has recorded a
     metric yet, or if no job has one of `metrics`.
     """
     metric_names = sorted(set().union(*(record.metrics for record in records)))
@@ -153,7 +155,8 @@ def _pad_range(value: float, log: bool) -> tuple[float, float]:
 
 
 def smooth_curve(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the moving average of a curve; a curve of fewer than SMOOTHED_FROM points unchanged.
+    """Return the moving average of a curve. Curves of fewer than SMOOTHED_FROM points are
+    unchanged.
 
     The window is centered on its point and shorter at the ends.
     """
@@ -173,8 +176,9 @@ def smooth_curve(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
 def choose_ticks(low: float, high: float, *, log: bool, max_ticks: int = 5) -> list[float]:
     """Return about `max_ticks` round numbers from `low` to `high`, for the ticks of an axis.
 
-    On a linear axis they are multiples of 1, 2 or 5 times a power of ten; on a log axis they are
-    these numbers themselves. A log axis with fewer than three of them has linear ticks.
+    On a linear axis, ticks are multiples of 1, 2 or 5 times a power of ten. On a log axis, ticks
+    are 1, 2 or 5 times a power of ten. A log axis with fewer than three such ticks has linear
+    ticks.
     """
     if log:
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)

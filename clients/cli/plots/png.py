@@ -15,10 +15,10 @@ COLORS = ("#2462c9", "#c2570c", "#1a7f4b", "#a83289", "#7a6a00", "#4b5563")
 
 
 def save_picture(path: Path, panels: Sequence[Panel], jobs: Sequence[str]) -> None:
-    """Write panels as .png, .svg or .pdf, by the suffix of `path`; make its directory if needed.
+    """Write panels as .png, .svg or .pdf, by the suffix of `path`. Creates the directory if needed.
 
-    `jobs` are the ids of the jobs that have curves, in the order of their curve numbers. Raises
-    InvalidInput for another suffix, or if matplotlib is not installed.
+    `jobs`: ids of the jobs with curves, in the order of their curve numbers. Raises InvalidInput
+    for another suffix, or if matplotlib is not installed.
     """
     if path.suffix.lower() not in SUFFIXES:
         suffixes = ", ".join(SUFFIXES)

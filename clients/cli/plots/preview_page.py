@@ -1,4 +1,4 @@
-"""The preview of a job as HTML without scripts: a page, and a section of the report."""
+"""The preview of a job as HTML without scripts: a page, and a section for the report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEGEND = (
 
 
 def html_page(title: str, body: Iterator[str] | list[str]) -> str:
-    """Return a page with the style of reports."""
+    """Return an HTML page with the style of reports."""
     style = "".join(
         files("clients.cli.plots").joinpath(name).read_text()
         for name in ("report.css", "preview.css")
@@ -32,13 +32,13 @@ def html_page(title: str, body: Iterator[str] | list[str]) -> str:
 
 
 def preview_page(name: str, preview: Preview) -> str:
-    """Return the page of `distill preview`; all text from the job is escaped."""
+    """Return the HTML page of `distill preview`. All text of the job is escaped."""
     heading = f'<h1>{escape(name)}</h1><p class="soft">preview, {escape(preview.method)}</p>'
     return html_page(name, [heading, *render_preview(preview)])
 
 
 def render_preview(preview: Preview) -> Iterator[str]:
-    """Yield the parts of the section on what a job learns from."""
+    """Yield the parts of the HTML section about the training data."""
     for warning in preview.warnings:
         yield f'<p class="warning">{escape(warning)}</p>'
     facts = "".join(

@@ -1,4 +1,4 @@
-"""The report of a job: one HTML page with inline SVG, without scripts, which needs no network."""
+"""The report of a job: one HTML page with inline SVG, without scripts and external files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 10, 30
 
 
 def panel_svg(panel: Panel) -> str:
-    """Return a `<figure>` with title, legend and plot; all text is escaped."""
+    """Return a `<figure>` with title, legend and plot. All text is escaped."""
     legend = "".join(
         f'<span class="key c{curve.number % 6}">{escape(curve.label)}</span>'
         for curve in panel.curves
@@ -36,7 +36,7 @@ def panel_svg(panel: Panel) -> str:
 
 
 def bars_svg(stages: Sequence[Stage], bars: Sequence[Bar]) -> str:
-    """Return an `<svg>` of stacked bars: the mean seconds of a step by stage. At least one bar."""
+    """Return an `<svg>` of stacked bars (at least one): mean seconds of a step by stage."""
     highest = max(sum(bar.seconds) for bar in bars)
     ends = [(bars[0].first - 0.5, 0.0), (bars[-1].last + 0.5, highest or 1.0)]
     panel = Panel("seconds a step", [Curve("", 0, ends, False)], False)
@@ -123,7 +123,7 @@ def _pixel_y(height: float) -> float:
 
 
 def report_page(record: JobRecord) -> str:
-    """Return the HTML page; all text from the job is escaped."""
+    """Return the HTML page. All text of the job is escaped."""
     job = record.job
     body = [
         f"<h1>{escape(job.name)}</h1>",

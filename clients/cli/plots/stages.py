@@ -1,4 +1,4 @@
-"""The time of each stage of a step: over a run in total, and in equal parts of its steps."""
+"""The time of each stage of a step: in total, and for equal parts of the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STEP_METRIC = "time/step"
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of a step. color: its number; neighbors differ for colour-blind readers too."""
+    """A stage of a step. color: its number; neighbouring colors differ for colour-blind readers."""
 
     label: str
     metric: str
@@ -37,7 +37,7 @@ WITHOUT_ANSWERS = "making the sequences"
 
 @dataclass(frozen=True)
 class Bar:
-    """Steps `first` to `last`. seconds: the mean of a step's seconds, for each stage."""
+    """A bar for steps `first` to `last`. seconds: mean seconds per step of each stage."""
 
     first: int
     last: int
@@ -45,9 +45,9 @@ class Bar:
 
 
 def stages_of(record: JobRecord) -> list[Stage]:
-    """Return the stages that a job has, in the order of a step; [] if no step was timed.
+    """Return the stages of a job in the order of a step; [] if no step was timed.
 
-    Leaves out a stage whose total rounds to 0 seconds and to 0% of the steps.
+    A stage is omitted if its total rounds to 0 seconds and to 0% of the steps.
     """
     metrics, total_step_seconds = (
         record.metrics,
@@ -70,7 +70,7 @@ def stages_of(record: JobRecord) -> list[Stage]:
 
 
 def bars_of(record: JobRecord, stages: Sequence[Stage], max_bars: int = MAX_BARS) -> list[Bar]:
-    """Return at most `max_bars` bars of equal numbers of steps; `stages`: of the job."""
+    """Return at most `max_bars` bars of equal numbers of steps. `stages`: the stages of the job."""
     timed = [point for point in record.points if _STEP_METRIC in point.metrics]
     size = -(-len(timed) // max_bars)
     bars = []

@@ -23,8 +23,8 @@ _Cells = dict[tuple[int, int], tuple[int, int]]
 def panel_text(panel: Panel, *, width: int, dots: bool, color: bool) -> str:
     """Return a panel as lines of at most `width` columns.
 
-    `dots`: draw with braille characters, else with letters. Several curves are drawn with one
-    letter each if colors or dots are not available.
+    `dots`: draw with braille characters, otherwise with letters. Without colors or dots, each of
+    several curves is drawn with its own letter.
     """
     curves = [
         curve if curve.held_out else replace(curve, points=smooth_curve(curve.points))
@@ -78,7 +78,7 @@ def _draw_curves(panel: Panel, columns: int, grid: tuple[int, int]) -> _Cells:
 
 
 def _connect_dots(dots: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the dots and straight lines of dots between them."""
+    """Return the dots of the points, and the dots of straight lines between them."""
     connected = list(dots[:1])
     for (x0, y0), (x1, y1) in pairwise(dots):
         steps = max(abs(x1 - x0), abs(y1 - y0), 1)

@@ -50,7 +50,7 @@ _OUTPUT = re.compile(r"@(.+)/(store|export)", re.DOTALL)
 class JobOutput:
     """The output of another job: `key` of this job has the value `@JOB/KIND`.
 
-    `kind` is "store" for the rows of a capture, and "export" for the model of a training job.
+    `kind`: "store" for the rows of a capture, "export" for the model of a training job.
     """
 
     key: str
@@ -67,7 +67,7 @@ def is_output(value: str) -> bool:
 
 
 def output_of(method: str) -> str:
-    """Return the kind of output that a job of this method has for other jobs; "" if none."""
+    """Return the kind of output that a job of this method has for other jobs, or ""."""
     return {"capture": "store", "eval": ""}.get(method, "export")
 
 
@@ -78,7 +78,7 @@ def outputs_in(job: BaseModel) -> list[JobOutput]:
 
 
 def check_outputs(job: BaseModel) -> None:
-    """Raise ValidationError at a key whose "@" value is no output that the key can read."""
+    """Raise ValidationError for each "@" value that is no output or the wrong kind of output."""
     for key, value in _output_values(job):
         kind = _kind_of(job, key)
         if not kind:
@@ -90,14 +90,14 @@ def check_outputs(job: BaseModel) -> None:
 
 
 def _kind_of(job: Any, key: str) -> str:
-    """Return the kind of output that the key reads; "" if it reads none."""
+    """Return the kind of output that the key accepts, or ""."""
     if key in ("student.model", "teacher.model"):
         return "export"
     return "store" if key in job.stores else ""
 
 
 def named_values(job: Any) -> Iterator[tuple[str, str]]:
-    """Yield (key, value) of each key of a job that may name a file, a directory or an output."""
+    """Yield (key, value) of each key that may name a file, a directory or an output."""
     for table, name in _FILE_KEYS:
         value = getattr(getattr(job, table, None), name, None)
         if isinstance(value, str):

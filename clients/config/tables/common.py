@@ -66,7 +66,7 @@ TailDraws = Annotated[int, Field(ge=1, le=MAX_DRAWS)]
 
 
 def check_tail(tail: str | None, divergence: str | None) -> str | None:
-    """Return `tail`; raise ValueError if it does not go together with `divergence`."""
+    """Return `tail`. Raises ValueError if `tail` is incompatible with `divergence`."""
     if tail == "bucket+draws" and divergence == "forward_kl":
         raise ValueError(
             "'bucket+draws' needs reverse_kl: with forward KL the teacher chooses the head; choose "
@@ -97,17 +97,17 @@ class LoraConfig(Table):
     """Low-rank adapters on every linear layer except the head; other weights are frozen."""
 
     rank: Count = 32
-    """Rank of each adapter. The table `student.lora`, even if empty, switches LoRA on."""
+    """Rank of each adapter. Even an empty table `student.lora` enables LoRA."""
     alpha: Annotated[float, Field(gt=0)] | None = None
     """Adapters are scaled by alpha / rank. Default: twice the rank."""
     train_head: bool = False
-    """Also train the full head, and the embeddings if they share its weights."""
+    """Also train the full head, and the embeddings if they share weights with the head."""
 
     @property
     def rank_of_engines(self) -> int:
-        """The rank of the adapters that a rollout engine gets; 0: it gets all weights, merged.
+        """The rank of the adapters for a rollout engine; 0: the engine gets all weights, merged.
 
-        A head that is trained in full is not in the adapters, and vLLM limits their rank.
+        Adapters do not contain a fully trained head, and vLLM limits the rank.
         """
         return 0 if self.train_head or self.rank > _MAX_LORA_RANK else self.rank
 
@@ -120,13 +120,15 @@ class StudentConfig(Table):
     revision: str | None = None
     """Commit of the hub id."""
     chat_template: Name | None = None
-    """A .jinja file in place of the model's own, or "teacher": that of the teacher. Exported."""
+    """A .jinja file to use instead of the model's template, or "teacher" for the teacher's.
+    Exported.
+    """
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the computation; auto: bfloat16 on a GPU, else float32. Trained weights are float32."""
+    """Compute dtype. auto: bfloat16 on a GPU, else float32. Trained weights are float32."""
     gradient_checkpointing: Recomputation = False
     """Recompute activations: true, every n-th layer (n), or selective: all but matrix products."""
     attention: Literal["auto", "sdpa", "flash", "eager"] = "auto"
-    """auto: flash if installed, on a GPU in bfloat16; else sdpa. Set it if one fails."""
+    """auto: flash if installed, on a GPU in bfloat16; else sdpa. Set a value if auto fails."""
     compile: bool = False
     """Compile the layers (torch.compile): faster updates on a GPU after minutes of compiling."""
     lora: LoraConfig | None = None
@@ -134,7 +136,7 @@ class StudentConfig(Table):
 
     @property
     def adapter_rank(self) -> int:
-        """The rank of the adapters that a rollout engine gets; 0: it gets all weights."""
+        """The rank of the adapters for a rollout engine; 0: the engine gets all weights."""
         return 0 if self.lora is None else self.lora.rank_of_engines
 
     @field_validator("chat_template")
@@ -153,14 +155,14 @@ class StudentConfig(Table):
 
 
 class TrainConfig(Table):
-    """The optimizer (AdamW), and how a step is divided into micro-batches and processes."""
+    """The optimizer (AdamW), and the division of a step into micro-batches and processes."""
 
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """adamw_8bit: moments in 8 bits, 2.1 instead of 8 bytes per weight; needs torchao."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after warm-up: constant, or falling to zero at `max_steps`."""
+    """Learning rate after warm-up: constant, or decreasing to zero at `max_steps`."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps in which the learning rate rises linearly to its peak."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -170,7 +172,8 @@ class TrainConfig(Table):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients with a larger norm are scaled down to this norm."""
     max_skipped_updates: Annotated[int, Field(ge=0)] = 3
-    """Updates in a row that are skipped because their gradient is not finite; one more fails."""
+    """Maximum consecutive updates skipped because of a non-finite gradient; one more fails the job.
+    """
     prompts_per_step: Count = 32
     """Prompts (or stored sequences) per step, over all processes."""
     tokens_per_micro_batch: Count = 16384
@@ -178,13 +181,13 @@ class TrainConfig(Table):
     processes: Count = 1
     """Number of processes, started by `accelerate launch`."""
     sharding: Literal["none", "fsdp2"] = "none"
-    """none: each process holds all weights and optimizer state. fsdp2: each holds a share."""
+    """none: each process stores all weights and optimizer state. fsdp2: each stores a shard."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in host memory. Needs sharding = "fsdp2"."""
     tensor_parallel: Count = 1
-    """Processes that divide the matrices of each layer among them. Needs sharding = "fsdp2"."""
+    """Processes that share the matrices of each layer. Needs sharding = "fsdp2"."""
     context_parallel: Count = 1
-    """Processes that divide the tokens of each sequence among them. Needs sharding = "fsdp2"."""
+    """Processes that share the tokens of each sequence. Needs sharding = "fsdp2"."""
 
     @field_validator("cpu_offload")
     @classmethod
@@ -196,7 +199,7 @@ class TrainConfig(Table):
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 holds the weights: with several processes, or in host memory."""
+        """Whether FSDP2 is used: with several processes, or with CPU offload."""
         return self.sharding == "fsdp2" and (self.processes > 1 or self.cpu_offload)
 
     @field_validator("tensor_parallel")
@@ -234,7 +237,9 @@ class EvalConfig(Table):
     prompts: Count = 128
     """Number of held-out prompts (or stored sequences)."""
     metric: Literal["none", "exact_match"] = "none"
-    """exact_match: compare final answers (the line after the last '####', or all of it)."""
+    """exact_match: compare final answers (the line after the last '####', or else the whole
+    answer).
+    """
 
 
 class SampledEvalConfig(EvalConfig):
@@ -243,7 +248,7 @@ class SampledEvalConfig(EvalConfig):
     samples: Count = 1
     """Answers per held-out prompt: eval/reward and eval/accuracy are means over all (mean@n)."""
     temperature: Annotated[float, Field(ge=0), Field(validate_default=True)] = 0.0
-    """Temperature of the held-out answers; 0: the most likely token each time (greedy)."""
+    """Temperature of the held-out answers; 0 means greedy decoding."""
 
     @field_validator("temperature")
     @classmethod
@@ -260,14 +265,14 @@ MIN_CHECKPOINTS = 2
 
 
 class CheckpointConfig(Table):
-    """Checkpoints. Each is written atomically, and verified before a job resumes from it."""
+    """Checkpoints. Each is written atomically, and verified when a job resumes from it."""
 
     every: Count = 50
     """Steps between checkpoints."""
     keep: Annotated[int, Field(ge=MIN_CHECKPOINTS)] = 2
-    """Newest checkpoints to keep besides the best one; at least 2, in case one is damaged."""
+    """Newest checkpoints to keep, in addition to the best; at least 2, in case one is damaged."""
     copy_to: str | None = None
-    """s3://BUCKET/PREFIX or gs://: copies of checkpoints and export, to resume from elsewhere."""
+    """s3://BUCKET/PREFIX or gs://: copy checkpoints and export there, to resume elsewhere."""
 
     @field_validator("copy_to")
     @classmethod
@@ -281,18 +286,21 @@ class ExportConfig(Table):
     """The exported model: a Hugging Face directory, written when the job has succeeded."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Dtype of its weights. float32 loses nothing; the others halve it and round small updates."""
+    """Dtype of the exported weights. float16 and bfloat16 halve the size and round small updates.
+    """
 
 
 class TrackerConfig(Table):
-    """An experiment tracker. The run has the name of the job; a resumed job continues the run."""
+    """An experiment tracker. The run has the job's name; a resumed job continues the run."""
 
     project: Name = "distill"
-    """Project of the run. The table, even if empty, switches the tracker on."""
+    """Project of the run. Even an empty table enables the tracker."""
 
 
 class TrackConfig(Table):
-    """Trackers that get the metrics besides metrics.jsonl. A tracker error never stops a job."""
+    """Trackers that receive the metrics in addition to metrics.jsonl. A tracker error never stops a
+    job.
+    """
 
     tensorboard: bool = True
     """Write TensorBoard files into `tb/` in the run directory."""
@@ -306,6 +314,6 @@ class ResourcesConfig(Table):
     """Resources that a server reserves for the running job; `distill run` ignores the table."""
 
     gpus: Annotated[int, Field(ge=0, le=1024)] | None = None
-    """GPUs reserved for this job; default: one per process, and `rollouts.gpus`, if it has GPUs."""
+    """GPUs reserved for this job. Default: one per process, plus the GPUs of `rollouts.gpus`."""
     cpus: Annotated[int, Field(ge=1, le=4096)] | None = None
     """CPU threads of all processes together; default: the server's `--threads-per-job`."""

@@ -1,4 +1,4 @@
-"""The table `data` of a job file: the prompts, and how a record becomes one."""
+"""The table `data` of a job file: the prompts, and the conversion of records to prompts."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ Columns: TypeAlias = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class DataFile:
-    """A data file of a job, and what is read of its records.
+    """A data file of a job, and the values that the job reads from its records.
 
-    field: the key that names the file. columns: columns that must exist besides those of prompts.
-    prompts: how a record becomes a prompt; None if the records are no prompts. answers: reference
-    answers are read too, from `answer_column` or from a conversation. learns_answers: the answers
-    are learned or captured; those of a conversation are always its messages.
+    field: the key that names the file. columns: required columns in addition to those of prompts.
+    prompts: the format of the prompts; None if the records are no prompts. answers: reference
+    answers are also read, from `answer_column` or from a conversation. learns_answers: the answers
+    are trained on or captured; in a conversation, the answers are always messages.
     """
 
     field: str
@@ -59,26 +59,26 @@ class DataFile:
 
 
 def columns_of(key: str, context: str | None) -> Columns:
-    """Return the columns that the text of a key names in braces."""
+    """Return the column names in braces in the text of a key."""
     return tuple((key, column) for column in columns_named(context or ""))
 
 
 def checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of a chat template. Raises ValueError at one that the program sets."""
+    """Return the arguments of a chat template. Raises ValueError for one that the program sets."""
     for name in sorted(arguments.keys() & _RENDERING):
         raise ValueError(f"{name!r} is set by the program; leave it out")
     return arguments
 
 
 class PromptKeys(Table):
-    """Keys that decide how a record becomes the token ids of its prompt."""
+    """Keys that determine the token ids of a record's prompt."""
 
     template: str = "{prompt}"
-    """The student's input text; becomes the user's message if there is a chat template."""
+    """Text of the student's prompt. With a chat template, the text becomes the user message."""
     system: Name | None = None
-    """System message before every prompt; needs a chat template."""
+    """System message at the start of every prompt; needs a chat template."""
     chat_template: bool = True
-    """false: do not use the tokenizer's chat template; the input text is used as it is."""
+    """false: use the text of the prompt without the tokenizer's chat template."""
     template_arguments: dict[Name, Any] = {}  # noqa: RUF012 (pydantic copies it)
     """Arguments of the chat template, such as { enable_thinking = false }."""
 
@@ -93,7 +93,7 @@ class PromptKeys(Table):
         messages_column: str | None,
         image_column: str | None = None,
     ) -> PromptFormat:
-        """Return the format of prompts in one of the two columns."""
+        """Return the prompt format for the given column of texts or of conversations."""
         return PromptFormat(
             prompt_column=prompt_column,
             messages_column=messages_column,
@@ -114,7 +114,7 @@ class MixConfig(Table):
     path: Name
     """A .jsonl or .parquet file, its s3:// or gs:// URL, or a hub data set id."""
     share: Annotated[float, Field(gt=0, lt=1)]
-    """Its share of the prompts of every step; the rest comes from `data.path`."""
+    """Share of the prompts of every step; the remaining prompts come from `data.path`."""
     name: str | None = None
     """Configuration name of a hub data set."""
     split: str = "train"
@@ -139,13 +139,14 @@ class DataConfig(PromptKeys):
     answer_column: str = "answer"
     """Column with the reference answer; read by `eval.metric` and by rewards."""
     teacher_column: str = "teacher"
-    """Column with the name of the prompt's teacher; read if the job has `teachers`."""
+    """Column with the name of the prompt's teacher; used if the job has `teachers`."""
     weight_column: Name | None = None
     """Column with a number >= 0 that multiplies the loss of the record's sequences."""
     mix: tuple[MixConfig, ...] = ()
-    """Other data sets, each { path, share, name, split }; the rest of a step is from `path`."""
+    """Other data sets, each { path, share, name, split }. The remaining prompts come from `path`.
+    """
     max_left_out: LeftOutShare = 0.2
-    """A job fails at its start if a larger share of its first 1,000 records is left out."""
+    """A job fails at its start if a larger share of its first 1,000 records is skipped."""
     eval_path: str | None = None
     """File of held-out prompts. Default: `eval.prompts` prompts are taken out of `path`."""
 
@@ -164,9 +165,9 @@ class DataConfig(PromptKeys):
         columns: Columns = (),
         learns_answers: bool = False,
     ) -> list[DataFile]:
-        """Return the files of the training prompts and of the held-out ones; see `DataFile`.
+        """Return the files of the training prompts and of the held-out prompts; see `DataFile`.
 
-        `training_answers`, `held_out_answers`: whether their reference answers are read.
+        `training_answers`, `held_out_answers`: whether the job reads their reference answers.
         """
         prompts = DataFile(
             "data.path",
@@ -187,7 +188,7 @@ class DataConfig(PromptKeys):
 
     @property
     def training_paths(self) -> list[tuple[str, str]]:
-        """The data sets of the training prompts, each with its key in the job file."""
+        """The data sets of the training prompts, with their keys in the job file."""
         mixed_paths = [
             (f"data.mix.{number}.path", mixed_set.path) for number, mixed_set in enumerate(self.mix)
         ]
@@ -195,7 +196,7 @@ class DataConfig(PromptKeys):
 
     @property
     def shares(self) -> list[Fraction]:
-        """The share of `path`, and those of `mix`; their sum is 1."""
+        """The shares of `path` and of the entries of `mix`. Their sum is 1."""
         mixed_shares = [_exact_share(mixed.share) for mixed in self.mix]
         return [1 - sum(mixed_shares, Fraction(0)), *mixed_shares]
 
@@ -206,12 +207,12 @@ class DataConfig(PromptKeys):
 
 
 def _exact_share(share: float) -> Fraction:
-    """Return the number as it was written, not its binary neighbour."""
+    """Return the decimal number as written in the job file, not its nearest binary fraction."""
     return Fraction(str(share))
 
 
 def prompt_rules(data: PromptKeys | None) -> list[Rule]:
-    """Return the rules of keys of `data` that exclude each other, for `refuse_unused`."""
+    """Return the rules about mutually exclusive keys of `data`, for `refuse_unused`."""
     has_conversations = getattr(data, "messages_column", None) is not None
     return [
         (

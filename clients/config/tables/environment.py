@@ -1,4 +1,4 @@
-"""The table `environment` of a job file: a search engine that the student calls as it answers."""
+"""The table `environment` of a job file: a search engine that the student queries."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class SearchConfig(Table):
     type: Literal["search"] = "search"
     """The environment."""
     max_turns: Count = 4
-    """Most queries per answer that get passages; after the last one the student must answer."""
+    """Maximum queries per answer that return passages. After the last, the student must answer."""
     passages: Count = 3
     """Passages per query."""
     max_passage_tokens: Count = 500
-    """Most tokens of one query's passages; they also count in `method.max_new_tokens`."""
+    """Maximum tokens of one query's passages. They also count towards `method.max_new_tokens`."""
     timeout_seconds: Annotated[float, Field(gt=0, le=600)] = 30.0
     """Seconds for one reply of a remote retriever; a query is sent at most four times."""
 

@@ -1,7 +1,7 @@
-"""The keys of every job and of every training job, and what other packages ask of a job.
+"""The keys of every job and of every training job, and the properties that other packages read.
 
-A question about a job, such as which teacher it needs, is a property: the class of a method
-overrides the default, so that no other package tells the methods apart. Properties are no keys.
+Other packages read properties of a job, such as the teacher that it needs, and never test its
+method. The class of a method overrides the defaults. Properties are not keys of the job file.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ class JobConfig(Table):
     # The module that prints a preview of what the job learns; "": it learns nothing.
     preview_program: ClassVar[str] = "student_trainer.preview"
     name: Annotated[str, Field(min_length=1, max_length=200)] = "distill"
-    """Name for people; the job id is made from it."""
+    """Display name; the job id is derived from it."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Seed of everything random: equal seeds give equal weights on the same machine."""
+    """Seed of all random numbers: equal seeds give equal weights on the same machine."""
     resources: ResourcesConfig = ResourcesConfig()
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
-    """Priority in a server's queue: higher starts first, equal in order of submission."""
+    """Priority in a server's queue: higher first, then in order of submission."""
     after: After = ()
-    """Jobs (name or id, or a list) that must succeed first; a server starts this one then."""
+    """Names or ids of jobs that must succeed before a server starts this job."""
     labels: Labels = {}  # noqa: RUF012 (pydantic copies it)
-    """Names and values to find and group jobs by: `distill ls --label NAME=VALUE`."""
+    """Names and values for finding and grouping jobs: `distill ls --label NAME=VALUE`."""
 
     @model_validator(mode="after")
     def _reads_outputs(self) -> Self:
@@ -75,23 +75,23 @@ class JobConfig(Table):
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs of the job: one per process, and those of its rollout engines."""
+        """Number of GPUs of the job: one per process, plus those of its rollout engines."""
         return self.processes + self.engine_gpus
 
     @property
     def trained_student(self) -> StudentConfig | None:
-        """The model that the job trains; None if it trains none."""
+        """The model that the job trains, or None."""
         return None
 
     @property
     def teacher_link(self) -> TeacherLink | None:
-        """The table `teacher`; None if the job has none."""
+        """The table `teacher`, or None."""
         teacher: TeacherLink | None = getattr(self, "teacher", None)
         return teacher
 
     @property
     def started_teacher(self) -> TeacherLink | None:
-        """The teacher that is started for the job; None if the job needs none."""
+        """The teacher that the server or `distill run` starts for the job, or None."""
         teacher = self.teacher_link
         return None if teacher is None or teacher.model is None else teacher
 
@@ -102,7 +102,7 @@ class JobConfig(Table):
 
     @property
     def row_request(self) -> RowRequest | None:
-        """What the job asks its teachers for the student's rollouts; None: nothing."""
+        """The rows that the job requests for the student's rollouts, or None."""
         return None
 
     @property
@@ -118,36 +118,36 @@ class JobConfig(Table):
 
     @property
     def engine_gpus(self) -> int:
-        """Number of GPUs of the rollout engines, beside those of the trainer."""
+        """Number of GPUs of the rollout engines, in addition to those of the trainer."""
         return 0 if self.rollout_engine is None else self.rollout_engine.gpus
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of a sequence that is learned or sampled, at most; 0 without a limit."""
+        """Maximum number of tokens of a trained or sampled sequence; 0 means no limit."""
         return 0
 
     @property
     def reward_table(self) -> RewardConfig | None:
-        """The table `reward`; None if the job has none."""
+        """The table `reward`, or None."""
         reward: RewardConfig | None = getattr(self, "reward", None)
         return reward
 
     @property
     def search(self) -> SearchConfig | None:
-        """The table `environment`: each answer has turns; None if the job has none."""
+        """The table `environment`, or None. With this table, an answer has several turns."""
         environment: SearchConfig | None = getattr(self, "environment", None)
         return environment
 
     @property
     def prompt_format(self) -> PromptFormat | None:
-        """The format of the prompts; None if the job reads none."""
+        """The format of the prompts; None if the job reads no prompts."""
         data = getattr(self, "data", None)
         prompt_format: PromptFormat | None = data and data.prompt_format
         return prompt_format
 
     @property
     def learns_all_turns(self) -> bool:
-        """Whether every message of the assistant is learned, not the last one alone."""
+        """Whether every assistant message is trained, not only the last."""
         return False
 
     @property
@@ -157,22 +157,24 @@ class JobConfig(Table):
 
     @property
     def stores(self) -> Mapping[str, str]:
-        """The directories or URLs of the stores of rows that the job reads, by key."""
+        """The directories or URLs of the stores that the job reads, by key."""
         return {}
 
     @property
     def has_remote_store(self) -> bool:
-        """Whether a store is in an object storage: only the job's program has the credentials."""
+        """Whether a store is in object storage, for which only the job's program has the
+        credentials.
+        """
         return any(map(is_object_url, self.stores.values()))
 
     @property
     def output_store(self) -> str | None:
-        """The directory or URL for the rows that the job writes, if it names one."""
+        """The directory or URL to which the job writes rows, if the job file names one."""
         store: str | None = getattr(getattr(self, "method", None), "store", None)
         return store
 
     def outputs(self, run: Path) -> Mapping[str, str | Path]:
-        """Return what the job writes besides the files of a training job, by name.
+        """Return the outputs of the job by name, without the files of a training job.
 
         `run`: the run directory.
         """
@@ -211,9 +213,9 @@ class TrainingJob(JobConfig):
     def _check_beside_images(
         self, data: DataConfig | None, method_rules: Iterable[tuple[bool, str]]
     ) -> None:
-        """Raise ValidationError if a job with images has a key that does not work with them.
+        """Raise ValidationError if a job with images has an incompatible key.
 
-        `method_rules`: pairs of the method; whether the key is compatible, and the key.
+        `method_rules`: pairs of the method: whether the key is compatible, and the key.
         """
         if data is None or data.image_column is None:
             return
@@ -251,7 +253,7 @@ class TrainingJob(JobConfig):
 
     @property
     def rollouts_per_prompt(self) -> int:
-        """Number of sequences of a step for each of its prompts."""
+        """Number of sequences per prompt in a step."""
         count: int = getattr(getattr(self, "method", None), "rollouts_per_prompt", 1)
         return count
 
@@ -262,17 +264,19 @@ class TrainingJob(JobConfig):
 
     @property
     def sequences_per_update(self) -> int:
-        """Number of sequences of one process in an update, at most."""
+        """Maximum number of sequences of one process in an update."""
         return math.ceil(self.sequences_per_step / self.processes)
 
     @property
     def max_processes(self) -> int:
-        """Largest number of processes that each get a sequence of every update and evaluation."""
+        """Largest number of processes with at least one sequence each in every update and
+        evaluation.
+        """
         return min(self.sequences_per_step, self.eval.prompts)
 
     @property
     def answers_per_step(self) -> int:
-        """Number of answers that one process samples in a step, at most."""
+        """Maximum number of answers that one process samples in a step."""
         return self.sequences_per_update if self.samples else 0
 
     @property
@@ -282,15 +286,15 @@ class TrainingJob(JobConfig):
 
     @property
     def has_anchor(self) -> bool:
-        """Whether an anchor, another copy of all weights, is trained beside the student."""
+        """Whether the job has an anchor, a second copy of all weights."""
         return False
 
     @property
     def has_critic(self) -> bool:
-        """Whether a critic is trained beside the student."""
+        """Whether the job trains a critic."""
         return False
 
     @property
     def learns_from_head(self) -> bool:
-        """Whether the loss has a KL over a head of likeliest ids."""
+        """Whether the loss has a KL over a head of most likely ids."""
         return True

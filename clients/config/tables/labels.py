@@ -1,4 +1,4 @@
-"""The key `labels` of every job: names and values by which people find and group jobs."""
+"""The key `labels` of every job: names and values for finding and grouping jobs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_LABELS, _MAX_CHARS = 32, 200
 
 
 def _parse_labels(value: Any) -> dict[str, str]:
-    """Return the labels, which are texts: 1.10 as a number would be 1.1."""
+    """Return the labels as texts. As a number, 1.10 would become 1.1."""
     if not isinstance(value, dict):
         raise ValueError("must be a table of names and texts")
     if len(value) > _MAX_LABELS:

@@ -40,13 +40,15 @@ class RewardConfig(Table):
     type: Name
     """exact_match, word_match, f1, math, regex, python, or reasoning_gym:TASK."""
     pattern: Annotated[str | None, Field(validate_default=True)] = None
-    """regex: compares the last match's group with the reference. No group: any match scores 1."""
+    """regex: compares the last match's group with the reference. Without a group, any match scores
+    1.
+    """
     file: Annotated[str | None, Field(validate_default=True)] = None
     """python: file with `reward(prompt, answer, reference, fields)`; only for `distill run`."""
     options: Mapping[Name, bool | int | float | str] = {}
     """reasoning_gym: options of the task, as named in the documentation of reasoning-gym."""
     template: str = "{prompt}"
-    """reasoning_gym: as `data.template`, for the generated prompts."""
+    """reasoning_gym: text of the prompt, as `data.template`, for the generated prompts."""
     timeout_seconds: Annotated[float, Field(gt=0, le=600)] = 10.0
     """Seconds to score one answer; an answer that takes longer gets no reward."""
     length: LengthPenalty | None = None
@@ -96,5 +98,7 @@ class RewardConfig(Table):
 
     @property
     def task(self) -> str | None:
-        """The reasoning_gym task that generates the prompts; None if they come from the data."""
+        """The reasoning_gym task that generates the prompts; None if the prompts come from the
+        data.
+        """
         return self.type.removeprefix(GENERATED) if self.type.startswith(GENERATED) else None

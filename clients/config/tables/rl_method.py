@@ -1,6 +1,6 @@
 """The tables `method` and `anchor` of a job of reinforcement learning.
 
-Each option's source is in docs/methods.md.
+docs/methods.md names the source of each option.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ class RLConfig(Table):
     type: Literal["rl"]
     """The method."""
     reward_weight: Weight = 1.0
-    """Weight of the policy gradient. 0: rewards are only measured, the KL alone trains."""
+    """Weight of the policy gradient. 0: rewards are only measured, and only the KL trains."""
     advantages: Literal["group", "group_mean", "gae"] = "group"
     """group: (reward - mean) / std of a prompt's answers. group_mean: no std. gae: a critic."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
-    """gae: lambda of the estimate. 1 uses the full reward, lower values trust the critic more."""
+    """gae: lambda of the advantage estimator. 1 uses the full reward; lower values use the critic
+    more.
+    """
     critic_learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     """gae: learning rate of the critic, a linear layer on the student's hidden states."""
     rollouts_per_prompt: Count = 8
@@ -36,44 +38,47 @@ class RLConfig(Table):
     updates_per_step: Count = 1
     """Optimizer updates per step; each uses its share of the step's prompts (PPO)."""
     epochs_per_step: Count = 1
-    """Times that the updates of a step are repeated, with the same rollouts (PPO)."""
+    """Number of passes over the updates of a step, with the same rollouts (PPO)."""
     dynamic_sampling: Count = 1
-    """Most rounds of sampling per step, to replace prompts with equal rewards (DAPO). 1: off."""
+    """Maximum sampling rounds per step, to replace prompts with equal rewards (DAPO). 1: off."""
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
     """Lower clip of the policy ratio, at 1 - clip_low (PPO)."""
     clip_high: Weight = 0.28
     """Upper clip of the policy ratio, at 1 + clip_high (DAPO)."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Upper clip of the policy ratio where the advantage is negative; 3 is usual."""
+    """Additional clip of the policy ratio for negative advantages; 3 is usual."""
     ratio: Literal["token", "sequence"] = "token"
-    """token: a policy ratio per token. sequence: per answer, their geometric mean (GSPO)."""
+    """token: one policy ratio per token. sequence: one per answer, the geometric mean (GSPO)."""
     aggregate: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"
     """token-mean: tokens have equal weight. seq-mean-token-mean: answers have equal weight."""
     mask_truncated: bool = False
-    """Do not train on answers that were cut off at `max_new_tokens`."""
+    """Do not train on answers that are truncated at `max_new_tokens`."""
     beta: Weight = 0.001
     """Weight of the KL to the anchor; 0 keeps no anchor."""
     teacher_beta: Weight = 1.0
     """Weight of the KL to the teacher, if the job has a teacher."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """loss: a loss term. reward: adds minus the sampled KL, with a baseline, to advantages."""
+    """loss: the KL is a loss term. reward: minus the sampled KL, with a baseline, adds to
+    advantages.
+    """
     divergence: Literal["reverse_kl", "forward_kl"] = "reverse_kl"
     """reverse_kl: KL(student||anchor). forward_kl: KL(anchor||student). Same for a teacher."""
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 32
     """Head ids per row, as `teacher.top_k` of `on_policy`. 0: rows of the sampled token only."""
     tail: Tail | None = None
-    """Estimate of the KL over the tail. Default: bucket+draws; forward_kl: bucket+sampled.
-    none, published and sampled are for reproduction."""
+    """Estimator of the KL over the tail. Default: bucket+draws; forward_kl: bucket+sampled. none,
+    published and sampled are for reproduction.
+    """
     tail_draws: TailDraws = 48
-    """Ids per row that the student draws from its tail: for bucket+draws, or kl_in = "reward"."""
+    """Ids per row that the student draws from its tail, for bucket+draws or kl_in = "reward"."""
     estimator: Annotated[
         Literal["k1", "k2", "k3", "k3++", "k4", "k5"] | None, Field(validate_default=True)
     ] = None
     """KL estimator for top_k = 0, for reproduction; default k4 (forward_kl: k5). k1: gradient 0."""
     importance_clip: Annotated[tuple[Weight, Weight] | None, Field(examples=[[0.0, 2.0]])] = None
-    """[MIN, MAX] of importance weights of sampled tokens; [0, MAX] is TIS. None: no bound."""
+    """[MIN, MAX] of the importance weights of sampled tokens; [0, MAX] is TIS. None: no bound."""
     importance_mask: Annotated[tuple[Weight, Weight] | None, Field(examples=[[0.5, 5.0]])] = None
-    """[MIN, MAX]: sampled tokens with another importance weight count 0 (IcePop: [0.5, 5])."""
+    """[MIN, MAX]: sampled tokens with other importance weights are masked (IcePop: [0.5, 5])."""
     max_prompt_tokens: Count = 512
     """Longer prompts are skipped and counted."""
     max_new_tokens: Count = 1024
@@ -153,7 +158,7 @@ class RLConfig(Table):
 
     @property
     def direction(self) -> Literal["forward", "reverse"]:
-        """Direction of the KL, as the loss functions name it."""
+        """Direction of the KL: the argument of the loss functions."""
         return "reverse" if self.divergence == "reverse_kl" else "forward"
 
 
@@ -168,6 +173,6 @@ class AnchorConfig(Table):
     tau: Annotated[float, Field(ge=0, le=1)] = 0.95
     """anchor = tau * anchor + (1 - tau) * student. 1 keeps the initial student as the anchor."""
     update_period: Count = 10
-    """Optimizer updates between two updates of the anchor."""
+    """Number of optimizer updates per update of the anchor."""
     context: str | None = None
-    """Text that only the anchor reads, before the prompt; may contain {columns} of the data."""
+    """Text before the prompt that only the anchor reads; may contain {columns} of the data."""

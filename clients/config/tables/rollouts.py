@@ -1,4 +1,4 @@
-"""The table `rollouts` of a job file: which program samples the student's answers, and when."""
+"""The table `rollouts` of a job file: the program that samples the answers, and its lag."""
 
 from __future__ import annotations
 
@@ -11,26 +11,29 @@ from clients.config.unused import Rule
 
 
 class RolloutsConfig(Table):
-    """The engine that samples the student's answers, and how far it may be ahead of training."""
+    """The engine that samples the student's answers, and its maximum lag behind training."""
 
     engine: Literal["hf", "vllm"] = "hf"
-    """hf: transformers. vllm: vLLM, in a process of its own with a copy of the weights."""
+    """hf: transformers. vllm: vLLM, in a separate process with its own copy of the weights."""
     lag: Annotated[int, Field(ge=0, le=16)] = 0
-    """Steps that sampling may be ahead; 0: the newest weights sample. Above: an own process."""
+    """Maximum age, in steps, of the weights that sample. 0: newest weights. Above 0: own process.
+    """
     in_flight: Literal["drain", "recompute", "keep"] = "drain"
-    """Unfinished answers at new weights: end first, or go on with a new or the old KV cache."""
+    """Unfinished answers at new weights: finish first, or continue with a new or the old KV cache.
+    """
     address: Address | None = None
-    """HOST:PORT of a running `distill-rollouts`, or a list. Default: the trainer starts one."""
+    """HOST:PORT of a running `distill-rollouts`, or a list. Default: the trainer starts an engine.
+    """
     gpus: Annotated[int, Field(ge=0, le=1024)] = 0
-    """GPUs of the engine that the trainer starts, beside its own; 0: it shares the trainer's."""
+    """GPUs of the engines, in addition to the trainer's. 0: engines share the trainer's GPUs."""
     tensor_parallel_size: Count = 1
     """GPUs that share each layer of the engine (vllm); `gpus` is a multiple of it."""
     push: Literal["file"] = "file"
-    """How new weights come to the engine: as files."""
+    """Transfer of new weights to the engine: as files."""
     gpu_memory_share: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of the memory for the engine (vllm). Default: 0.9 of own GPUs, 0.4 of the trainer's."""
+    """Share of the GPU memory for vllm. Default: 0.9 of separate GPUs, 0.4 of the trainer's."""
     patience_seconds: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds without an answer of the engine before the job fails."""
+    """Seconds without a response of the engine before the job fails."""
 
     @field_validator("in_flight")
     @classmethod
@@ -59,25 +62,26 @@ class RolloutsConfig(Table):
 
     @property
     def in_trainer(self) -> bool:
-        """Whether the trainer's own process samples, with its own copy of the weights."""
+        """Whether the trainer's own process samples, with the trainer's weights."""
         return self.engine == "hf" and self.lag == 0 and self.address is None
 
     @property
     def memory_share(self) -> float:
-        """Share of each GPU's memory that the engine may use; on a CPU, of the machine's."""
+        """Share of each GPU's memory for the engine. On a CPU, share of the machine's memory."""
         return self.gpu_memory_share or (0.9 if self.gpus else 0.4)
 
     @property
     def versions(self) -> int:
-        """Most versions of the weights that exist at a time, without one of an anchor.
+        """Maximum number of versions of the weights that exist at a time, without those of an
+        anchor.
 
-        Those of `lag` steps, the newest one, and the one that is written.
+        These are the versions of `lag` steps, the newest version, and the version being written.
         """
         return self.lag + 2
 
     @property
     def replicas(self) -> int:
-        """Number of engines that the trainer starts; 0 if it starts none."""
+        """Number of engines that the trainer starts."""
         if self.in_trainer or self.address is not None:
             return 0
         return max(1, self.gpus // self.tensor_parallel_size)
@@ -109,7 +113,9 @@ def rollout_rules(rollouts: RolloutsConfig) -> list[Rule]:
 
 
 def in_trainer_rules(rollouts: RolloutsConfig) -> list[tuple[bool, str]]:
-    """Return the keys that make another program than the trainer sample, for those that may not."""
+    """Return the keys that need another program than the trainer to sample, for jobs that refuse
+    them.
+    """
     return [
         (rollouts.engine == "hf", "rollouts.engine"),
         (rollouts.lag == 0, "rollouts.lag"),

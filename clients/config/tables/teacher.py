@@ -1,4 +1,4 @@
-"""The table `teacher` of a job: a service that scores, or a model for which one is started."""
+"""The table `teacher` of a job: the address of a teacher service, or a model to start one with."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ class TeacherLink(Table):
     """The teacher service that scores the student's rollouts."""
 
     address: Address = "localhost:50052"
-    """HOST:PORT of a running `distill-teacher`, or a list of several with the same weights."""
+    """HOST:PORT of a running `distill-teacher`, or a list of services with the same weights."""
     adapter: Name | None = None
-    """Adapter (LoRA) of the teacher at `address`, by its name in `distill-teacher --adapter`."""
+    """LoRA adapter of the teacher at `address`, by its name in `distill-teacher --adapter`."""
     model: Name | None = None
-    """Instead of `address`: directory or hub id of a model, for which a teacher is started."""
+    """Instead of `address`: directory or hub id of a model. A teacher is started for the job."""
     engine: Literal["hf", "vllm", "fake"] = "hf"
     """Engine that runs `model`, as `distill-teacher --engine`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of the weights of `model`; auto: the dtype they were saved in."""
+    """Dtype of the weights of `model`. auto: the dtype of the saved weights."""
     device: str = "auto"
     """Device of `model`: auto, cpu, cuda, or a device such as cuda:1."""
     max_batch_tokens: Count = 16384
     """Padded tokens per forward pass of `model`."""
     batch_invariant: bool = False
-    """Rows of `model` that do not depend on other sequences, as `--batch-invariant` (hf)."""
+    """Make rows of `model` independent of other sequences, as `--batch-invariant` (hf)."""
     gpus: Annotated[int, Field(ge=0, le=1024)] | None = None
-    """GPUs of `model`, which share each layer (vllm). Default: 1, and 0 with device = 'cpu'."""
+    """GPUs of `model`, which share each layer (vllm). Default: 1, or 0 with device = 'cpu'."""
     logprob_format: Literal["f16", "f32"] = "f16"
     """Precision of the log-probs that the teacher sends: float16 or float32."""
     patience_seconds: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds to wait for a teacher that does not answer, before the job fails."""
+    """Seconds to wait for an unreachable teacher before the job fails."""
     prefetch_mib: Count = 256
-    """MiB of memory for rows that arrive before the step that needs them."""
+    """MiB of memory for rows that arrive before their step."""
 
     @field_validator("device")
     @classmethod
@@ -65,14 +65,14 @@ class TeacherLink(Table):
 
     @property
     def gpus_of_model(self) -> int:
-        """Number of GPUs that `model` takes on a machine with GPUs."""
+        """Number of GPUs of `model` on a machine with GPUs."""
         if self.gpus is not None:
             return self.gpus
         return 0 if self.device == "cpu" or self.engine == "fake" else 1
 
 
 def started_rules(teacher: TeacherLink | None) -> list[Rule]:
-    """Return the rules of the keys of a teacher that is started for the job, or is not."""
+    """Return the rules of the keys that need, or exclude, a teacher that is started for the job."""
     is_started = teacher is not None and teacher.model is not None
     options = "engine dtype device max_batch_tokens batch_invariant gpus"
     return [
@@ -92,13 +92,14 @@ def started_rules(teacher: TeacherLink | None) -> list[Rule]:
 
 @dataclass(frozen=True)
 class RowRequest:
-    """The rows that a job asks its teachers for, of sequences that the student samples.
+    """The rows that a job requests from its teachers for sequences that the student samples.
 
-    top_k: head ids per row, the value of `top_k_key`. temperature: of the rows. sequence_tokens,
-    answer_tokens: most tokens of a prompt with its answer, and of the answer. of_student: the rows
-    are at ids of the student, which it sends. draws: ids that it sends besides its head.
-    tail: the value of `method.tail` that needs no draws. teacher_head: what gives rows at the
-    teacher's ids. tail_samples: ids that the teacher draws.
+    top_k: head ids per row, the value of the key `top_k_key`. temperature: of the rows.
+    sequence_tokens, answer_tokens: maximum tokens of a prompt with its answer, and of the answer.
+    of_student: the head contains ids that the student chooses and sends. draws: further ids per row
+    that the student sends. tail: a value of `method.tail` that needs no draws. teacher_head: the
+    key and value that select the teacher's ids for the head. tail_samples: ids per row that the
+    teacher samples.
     """
 
     top_k: int
@@ -114,14 +115,15 @@ class RowRequest:
 
 
 class OtherTokens(Table):
-    """Keys of a teacher whose tokenizer, or chat template, may be another than the student's."""
+    """Keys for a teacher whose tokenizer or chat template may differ from the student's."""
 
     tokenizer: Name = "same"
-    """same: as the student's, or refused. auto: any. A directory or hub id: any, found there."""
+    """same: only the student's. auto: any tokenizer. A directory or hub id: the tokenizer in it."""
     roles: dict[Name, Name] = {}  # noqa: RUF012 (pydantic copies it)
-    """Special tokens of the teacher by those of the student, if not found; see docs/pairs.md."""
+    """Counterparts of special tokens, student = teacher, if not detected; see docs/pairs.md."""
     template_arguments: dict[Name, Any] | None = None
-    """Of the teacher's chat template. Default: those of data.template_arguments that it reads."""
+    """Arguments of the teacher's chat template. Default: the data.template_arguments that it uses.
+    """
 
     @field_validator("template_arguments")
     @classmethod
@@ -130,7 +132,7 @@ class OtherTokens(Table):
 
 
 def other_tokens_rules(teacher: OtherTokens, *, chat_template: bool) -> list[Rule]:
-    """Return the rules of these keys. `chat_template`: `data.chat_template` of the job."""
+    """Return the rules of these keys. `chat_template`: the key `data.chat_template` of the job."""
     return [
         (
             teacher.tokenizer != "same",
@@ -146,12 +148,13 @@ def other_tokens_rules(teacher: OtherTokens, *, chat_template: bool) -> list[Rul
 
 
 class TeacherConfig(TeacherLink):
-    """A teacher service, with the number of head ids of its rows."""
+    """A teacher service, and the number of head ids of its rows."""
 
     top_k: Count | None = None
-    """Head ids per row: the likeliest of student (reverse KL) or teacher. Default: 16
-    with draws from the tail, 64 without."""
+    """Head ids per row: top-k of the student (reverse KL) or of the teacher. Default: 16 with draws
+    from the tail, otherwise 64.
+    """
     tail_draws: TailDraws = 48
     """Ids per row drawn from the tail, by the student (reverse KL) or the teacher (forward KL)."""
     context: str | None = None
-    """Text that only the teacher reads, before the prompt; may contain {columns} of the data."""
+    """Text before the prompt that only the teacher reads; may contain {columns} of the data."""

@@ -1,1 +1,3 @@
-"""Model directories: their files, their sizes, and how a head makes logits. Imports no torch."""
+"""Model directories: their files, their sizes, and the computation of logits. Does not import
+torch.
+"""

@@ -1,6 +1,6 @@
-"""Refuses model directories that would be loaded wrongly, or would run code.
+"""Refuses model directories that would load incorrectly or execute code.
 
-Teacher, student, engines and evaluations share these checks; `field` is the key that errors name.
+Teacher, student, engines and evaluations share these checks. `field` is the key named in errors.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _MODEL_FOLDERS = (TEMPLATES, "anchor")
 
 
 def is_model_file(name: str) -> bool:
-    """Return whether programs read the file `name` of a model directory, a path relative to it."""
+    """Return whether programs read the file `name` (a relative path) of a model directory."""
     *folders, file = name.split("/")
     known = all(folder in _MODEL_FOLDERS for folder in folders)
     return known and file.endswith(MODEL_SUFFIXES) and not file.startswith(".")
 
 
 def list_model_files(directory: Path) -> list[str]:
-    """Return the files of a model directory that programs read, relative to it, sorted.
+    """Return the sorted relative paths of the files of a model directory that programs read.
 
-    Export, upload and checkpoint take this list.
+    Export, upload and checkpoint use this list.
     """
     names = (path.relative_to(directory).as_posix() for path in directory.rglob("*"))
     return sorted(name for name in names if is_model_file(name) and (directory / name).is_file())
@@ -51,7 +51,7 @@ def list_model_files(directory: Path) -> list[str]:
 def refuse_code(path: Path, field: str) -> None:
     """Raise InvalidInput, naming `field`, if a model directory has code or pickled weights.
 
-    The index of the weights is checked because transformers opens every file that it names, in any
+    The weight index is also checked, because transformers opens every file in the index, in any
     format, even with `use_safetensors=True`.
     """
     if "auto_map" in read_object(path / "config.json", field):
@@ -64,9 +64,9 @@ def refuse_code(path: Path, field: str) -> None:
 
 
 def shard_names(path: Path, field: str) -> frozenset[str]:
-    """Return the files that the index of a directory's weights names; none without an index.
+    """Return the files named in the weight index of a directory; none without an index.
 
-    Raises InvalidInput, naming `field`, if one is not a .safetensors file in the directory.
+    Raises InvalidInput, naming `field`, if a file is not a .safetensors file in the directory.
     """
     shards = read_object(path / WEIGHTS_INDEX, field).get("weight_map", {})
     names = list(shards.values()) if isinstance(shards, dict) else [shards]
@@ -82,7 +82,7 @@ def shard_names(path: Path, field: str) -> frozenset[str]:
 
 
 def refuse_adapter(path: Path, field: str) -> None:
-    """Raise InvalidInput if a model directory has the files of an adapter.
+    """Raise InvalidInput if a model directory contains an adapter.
 
     transformers would load the adapter, and its base model from another place.
     """
@@ -103,15 +103,15 @@ def refuse_adapter(path: Path, field: str) -> None:
 
 
 def refuse_quantised(path: Path, field: str) -> None:
-    """Raise InvalidInput if the weights of a model directory are quantised: they cannot learn."""
+    """Raise InvalidInput if the weights of a model directory are quantised: not trainable."""
     if (entry := quantisation_of(path, field)) is not None:
         refuse_quantisation(str(path), entry, field)
 
 
 def quantisation_of(path: Path, field: str) -> Mapping[str, Any] | None:
-    """Return the entry `quantization_config` of the model at `path`; None if it has none.
+    """Return the entry `quantization_config` of the model at `path`, or None.
 
-    A model of text and images may have the entry in its `text_config`. Raises InvalidInput, naming
+    The entry of a vision-language model may be in its `text_config`. Raises InvalidInput, naming
     `field`, if config.json is no JSON object.
     """
     config = read_object(path / "config.json", field)
@@ -123,9 +123,9 @@ def quantisation_of(path: Path, field: str) -> Mapping[str, Any] | None:
 
 
 def refuse_quantisation(model: str, entry: Any, field: str) -> None:
-    """Raise InvalidInput that the weights of `model` are quantised.
+    """Raise InvalidInput for the quantised weights of `model`.
 
-    `entry`: its `quantization_config`.
+    `entry`: the `quantization_config` of the model.
     """
     method = entry.get("quant_method", "unknown method") if isinstance(entry, dict) else entry
     raise InvalidInput(
@@ -136,7 +136,7 @@ def refuse_quantisation(model: str, entry: Any, field: str) -> None:
 
 
 def refuse_missing_files(path: Path, field: str) -> None:
-    """Raise InvalidInput if a model directory lacks a file that its index of weights names."""
+    """Raise InvalidInput if a model directory lacks a file of its weight index."""
     if (path / "model.safetensors").is_file():
         return
     missing = sorted(name for name in shard_names(path, field) if not (path / name).is_file())
@@ -152,11 +152,11 @@ def refuse_missing_files(path: Path, field: str) -> None:
 def check_loaded_weights(
     model: str, missing: Collection[str], unused: Collection[str], field: str
 ) -> None:
-    """Raise InvalidInput if the files of a model lack one of its weights; log weights left over.
+    """Raise InvalidInput if the files lack a weight of the model; log weights that are not used.
 
-    `missing`: names of weights that are in no file; transformers would fill them with random
-    numbers. `unused`: names in the files that the model does not have, as those of the last layers
-    if config.json names too few.
+    `missing`: weights that are in no file, which transformers would initialise randomly. `unused`:
+    names in the files that the model does not have, for example the last layers if config.json
+    specifies too few layers.
     """
     if not missing:
         if unused:
@@ -179,11 +179,11 @@ def check_loaded_weights(
 def refuse_unscaled(
     model: str, files: Sequence[Path], unused: Collection[str], field: str, *, is_quantised: bool
 ) -> None:
-    """Raise InvalidInput if weights of a model are scaled numbers that would be taken unscaled.
+    """Raise InvalidInput if scaled weights of a model would be loaded without their scales.
 
-    transformers takes weights without their scales if config.json does not declare the method of
-    quantisation, or one that it does not know. `files`: its .safetensors files. `unused`: tensors
-    in them that the loaded model does not have. `is_quantised`: config.json declares a method.
+    transformers ignores the scales if config.json does not declare the quantisation method, or
+    declares an unknown method. `files`: the .safetensors files of the model. `unused`: tensors in
+    the files that the loaded model does not have. `is_quantised`: config.json declares a method.
     """
     dtypes: dict[str, str] = {}
     for file in files:
@@ -216,9 +216,9 @@ def _read_dtypes(file: Path) -> dict[str, str]:
 
 
 def _unwrapped_name(wrapped: str, names: Collection[str]) -> str | None:
-    """Return which of `names` torch.compile, DDP or peft has saved under the name `wrapped`.
+    """Return the name in `names` that torch.compile, DDP or peft saved as `wrapped`.
 
-    They put a prefix before it, or `base_layer` before its last part.
+    They add a prefix, or insert `base_layer` before the last part.
     """
     parts = wrapped.replace(".base_layer.", ".").split(".")
     return next((name for n in range(len(parts)) if (name := ".".join(parts[n:])) in names), None)
@@ -227,7 +227,7 @@ def _unwrapped_name(wrapped: str, names: Collection[str]) -> str | None:
 def read_object(file: Path, field: str) -> dict[str, Any]:
     """Return the JSON object in a file of a model directory; {} if the file does not exist.
 
-    Raises InvalidInput, naming `field`, if it holds something else or cannot be read.
+    Raises InvalidInput, naming `field`, if the file cannot be read or contains no object.
     """
     try:
         content = read_document(file)
@@ -245,10 +245,10 @@ _SECONDS = 3.0
 
 
 def use_caches_if_away() -> None:
-    """Set HF_HUB_OFFLINE=1 if the hub cannot be reached, so that its libraries use their caches.
+    """Set HF_HUB_OFFLINE=1 if the hub is unreachable, so that its libraries use their caches.
 
     Otherwise the libraries would retry for most of a minute per file. Call this function before
-    they are imported: they read the variable at import. It waits for the hub for up to 3 seconds.
+    importing these libraries, which read the variable at import. Waits for the hub for up to 3 s.
     """
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:

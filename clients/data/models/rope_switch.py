@@ -1,7 +1,7 @@
 """LongRoPE (Ding et al., arXiv 2402.13753): position encodings that depend on the sequence length.
 
-A model such as Phi-3.5 or Phi-4-mini has two sets of rotary factors. transformers takes the set of
-a whole batch from its longest sequence, vLLM from the longest sequence that it accepts.
+A model such as Phi-3.5 or Phi-4-mini has two sets of rotary factors. transformers selects the set
+of a batch by its longest sequence; vLLM by the longest sequence that it accepts.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 def rope_switch(config: Any) -> int | None:
     """Return the largest number of tokens for which a model uses its short rotary factors.
 
-    Longer sequences have the long factors. `config`: the configuration of the text model, of
-    transformers. Returns None if the length changes nothing: the model has no LongRoPE, or its two
-    sets are equal.
+    Longer sequences use the long factors. `config`: the transformers configuration of the text
+    model. Returns None if the length has no effect: the model has no LongRoPE, or its two sets are
+    equal.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     layer_parameters = [value for value in parameters.values() if isinstance(value, Mapping)]

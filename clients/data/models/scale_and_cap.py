@@ -1,8 +1,8 @@
-"""Finds how a model changes the products of its head before they are its logits. Imports no torch.
+"""Detects whether a model scales or caps the output of its head. Does not import torch.
 
-Some models scale them, logit = s z, or cap them, logit = c tanh(s z / c). A probe puts the values
-of PROBE in place of the products and reads the logits: the small values show the scale s, the large
-ones the cap c, and all of them whether the model does nothing else.
+Some models scale the output z of the head, logit = s z, or cap it, logit = c tanh(s z / c). A probe
+replaces the output of the head by the values of PROBE and reads the logits. Small values give the
+scale s, large values the cap c, and all values show whether the model applies another function.
 """
 
 from __future__ import annotations

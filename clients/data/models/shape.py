@@ -19,12 +19,12 @@ _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder of `layers` layers, each of attention and a gated MLP.
+    """The sizes of a decoder with `layers` layers of attention and a gated MLP.
 
-    hidden: width of the residual stream. intermediate: width of the MLP. heads, kv_heads: of
-    queries, and of keys and values; head_dim: width of one. tied: the head shares the weights of
-    the embeddings. query_norm: norms of the queries and keys of a head. query_bias, output_bias,
-    mlp_bias: biases of the linear modules.
+    hidden: width of the residual stream. intermediate: width of the MLP. heads, kv_heads: number of
+    query heads, and of key and value heads; head_dim: width of a head. tied: the head shares the
+    weights of the embeddings. query_norm: norms of the queries and keys of a head. query_bias,
+    output_bias, mlp_bias: biases of the linear modules.
     """
 
     layers: int
@@ -42,12 +42,12 @@ class ModelShape:
 
     @property
     def queries(self) -> int:
-        """Width of the queries of all heads."""
+        """Total width of the query heads."""
         return self.heads * self.head_dim
 
     @property
     def keys(self) -> int:
-        """Width of the keys of all heads; the values have the same."""
+        """Total width of the key heads, which equals that of the value heads."""
         return self.kv_heads * self.head_dim
 
     @property
@@ -68,14 +68,14 @@ class ModelShape:
 
     @property
     def other_weights(self) -> int:
-        """Number of weights of a layer outside its linear modules' matrices: norms and biases."""
+        """Number of weights of a layer outside its matrices: norms and biases."""
         norms = 2 * self.hidden + 2 * self.head_dim * self.query_norm
         biases = self.query_bias * (self.queries + 2 * self.keys) + self.output_bias * self.hidden
         return norms + biases + self.mlp_bias * (2 * self.intermediate + self.hidden)
 
     @property
     def table_weights(self) -> int:
-        """Number of weights of the embeddings; the head has as many, or shares them."""
+        """Number of weights of the embeddings. The head has as many, or shares the weights."""
         return self.vocabulary * self.hidden
 
     @property
@@ -85,12 +85,12 @@ class ModelShape:
 
     @property
     def weights(self) -> int:
-        """Number of all weights; shared ones count once."""
+        """Number of all weights. Shared weights count once."""
         return self.layers * (self.linear_weights + self.other_weights) + self.root_weights
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
-    """Return the sizes that a config.json states.
+    """Return the sizes in a config.json.
 
     Raises InvalidInput (`student.model`) for another architecture, or if a size is missing or not
     positive.
@@ -147,9 +147,10 @@ def logits_in(model: Path) -> int | None:
 
 
 def config_file(model: str, revision: str | None = None) -> Path:
-    """Return the path of the config.json of a directory or a hub id, which is downloaded.
+    """Return the path of the config.json of a directory or a hub id. Files of a hub id are
+    downloaded.
 
-    Raises InvalidInput (`student.model`) if there is none.
+    Raises InvalidInput (`student.model`) if there is no config.json.
     """
     path = Path(model)
     if path.is_dir():

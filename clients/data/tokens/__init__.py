@@ -1,1 +1,1 @@
-"""Token ids of prompts and answers, and the tokens of a tokenizer. Imports no torch."""
+"""Token ids of prompts and answers, and the tokens of a tokenizer. Does not import torch."""

@@ -1,6 +1,6 @@
-"""The token ids of answers, and the tokens that end them.
+"""The token ids of answers, and their end tokens.
 
-Training and captures share these functions, so that both see the same token ids.
+Training and captures share these functions and therefore use the same token ids.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from protos.errors import InvalidInput
 def completion_ids(prompt_format: PromptFormat, tokenizer: Any, answer: str) -> list[int]:
     """Return the token ids of an answer and its end token; [] for an empty answer.
 
-    The end is that of the chat template, if prompts go through it. Names of control tokens in the
-    answer are then plain text, except one at its end. Without a template they are tokens, and what
-    follows the first end token is left out: it was never said.
+    With a chat template, the end token is that of the template, and names of control tokens in the
+    answer are plain text, except at its end. Without a template, such names are control tokens, and
+    the text after the first end token is removed.
     """
     if not answer:
         return []
@@ -40,11 +40,12 @@ def completion_ids(prompt_format: PromptFormat, tokenizer: Any, answer: str) -> 
 def answered_ids(
     prompt_format: PromptFormat, tokenizer: Any, conversation: Conversation, location: str
 ) -> tuple[list[int], list[int]]:
-    """Return the token ids before the last assistant message, and those of it and its end token.
+    """Return the token ids before the last trained assistant message, and its ids with an end
+    token.
 
-    The message is the last one that is learned. Later messages are left out. Both lists are empty
-    if there is none, or if it has no content. Raises InvalidInput if no message precedes it, or if
-    the chat template renders the preceding messages differently with and without it.
+    Later messages are ignored. Both lists are empty if there is no trained message, or if it has no
+    content. Raises InvalidInput if no message precedes it, or if the chat template renders the
+    preceding messages differently with and without it.
     """
     conversation = conversation.up_to_answer()
     if not conversation.messages:
@@ -79,13 +80,13 @@ def answered_ids(
 def assistant_ids(
     prompt_format: PromptFormat, tokenizer: Any, conversation: Conversation, location: str
 ) -> tuple[list[int], NDArray[np.bool_]]:
-    """Return the token ids of a conversation, and for each whether it is part of an answer.
+    """Return the token ids of a conversation, and for each whether it is part of a trained answer.
 
-    Answers are the tokens that the chat template marks with {% generation %}, and an end token
-    after them, but for messages that are not learned. The conversation is cut
-    after the last answer, where an end token is appended if there is none. Both results are empty
-    if there is no assistant message. Raises InvalidInput if some messages are not learned, and the
-    template does not mark each message once.
+    Answers are the tokens that the chat template marks with {% generation %}, with a following end
+    token, except for messages that are not trained. The conversation is cut after the last answer,
+    and an end token is appended if there is none. Both results are empty if there is no assistant
+    message. Raises InvalidInput if some messages are not trained, and the template does not mark
+    each message once.
     """
     conversation = conversation.up_to_answer()
     if not conversation.messages:
@@ -109,7 +110,7 @@ def assistant_ids(
 def _unmark_messages(
     is_answer: NDArray[np.bool_], conversation: Conversation, location: str
 ) -> None:
-    """Set the tokens of the assistant's messages that are not learned to False."""
+    """Set the tokens of assistant messages that are not trained to False."""
     answers = [message for message in conversation.messages if message["role"] == "assistant"]
     learned = [is_learned(message) for message in answers]
     if all(learned):
@@ -128,7 +129,7 @@ def _unmark_messages(
 
 
 def _with_end(ids: list[int], end: int | None, eos: int | None) -> list[int]:
-    """Return `ids` up to the first of the two end tokens; append `end` if there is none."""
+    """Return `ids` up to the first of the two end tokens. Append `end` if there is none."""
     for position, token_id in enumerate(ids):
         if token_id in (end, eos):
             return ids[: position + 1]
@@ -141,10 +142,10 @@ _TEMPLATE_ENDS: WeakKeyDictionary[Any, tuple[object, int | None]] = WeakKeyDicti
 
 
 def answer_end(tokenizer: Any) -> int | None:
-    """Return the id of the token that ends an answer; None if the tokenizer does not name one.
+    """Return the id of the token that ends an answer; None if the tokenizer defines none.
 
     With a chat template, it is the first special token that the template writes after an answer,
-    such as Gemma's <end_of_turn>, which is not its end-of-sequence token.
+    such as Gemma's <end_of_turn>, which differs from the end-of-sequence token.
     """
     template = tokenizer.chat_template
     if not template:
@@ -157,10 +158,10 @@ def answer_end(tokenizer: Any) -> int | None:
 
 
 def end_ids(generation_config: Any, tokenizer: Any) -> list[int]:
-    """Return the ids of all tokens that end an answer of a model, sorted.
+    """Return the sorted ids of all tokens that end an answer of a model.
 
-    They are the end tokens of the tokenizer, of its chat template, and of the model's generation
-    config. Samplers stop at each of them, and an export names them all.
+    These are the end tokens of the tokenizer, of its chat template, and of the model's generation
+    config. Samplers stop at each of them, and an export lists all of them.
     """
     ends: set[int] = set()
     config_ends = getattr(generation_config, "eos_token_id", None)

@@ -1,7 +1,7 @@
 """The token ids of a text that follows other text, such as an answer after its prompt.
 
-Tokenizers made from SentencePiece (Llama 2) put a space before every text that they encode. After a
-prompt that space is not there: "17+25=" and "42" must not become "17+25= 42".
+Tokenizers based on SentencePiece (Llama 2) add a space before every text. After a prompt this space
+is wrong: "17+25=" and "42" must not become "17+25= 42".
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _BACKENDS: WeakKeyDictionary[Any, Tokenizer | None] = WeakKeyDictionary()
 def continuation_ids(
     tokenizer: Any, text: str, *, has_placeholders: bool = False, split_special_tokens: bool = False
 ) -> list[int]:
-    """Return the token ids of `text`, with nothing before them.
+    """Return the token ids of `text` without a leading space or special tokens.
 
-    The text of a prompt's ids and these is the prompt and `text`. `has_placeholders`: of
-    `mark_names`. `split_special_tokens`: read the names of special tokens as plain text.
+    The concatenation of a prompt's ids and these ids decodes to the prompt and `text`.
+    `has_placeholders`: `text` is a result of `mark_names`. `split_special_tokens`: encode the names
+    of special tokens as plain text.
     """
     if has_placeholders:
         return marked_ids(tokenizer, text, without_first_space)
@@ -41,7 +42,7 @@ def continuation_ids(
 
 
 def without_first_space(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tokenizer.json `document` of a tokenizer that puts no space before a text."""
+    """Return the tokenizer.json `document` changed such that no space is added before a text."""
 
     def disable_prefix(part: Any) -> Any:
         match part:
@@ -66,9 +67,9 @@ def without_first_space(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _backend_without_space(tokenizer: Any) -> Tokenizer | None:
-    """Return a copy of the tokenizer's backend that puts no space before a text.
+    """Return a copy of the tokenizer's backend that adds no space before a text.
 
-    None if the tokenizer itself puts none, or is not one of the package `tokenizers`.
+    None if the tokenizer adds no space, or is not from the package `tokenizers`.
     """
     if tokenizer not in _BACKENDS:
         _BACKENDS[tokenizer] = _copy_without_space(getattr(tokenizer, "backend_tokenizer", None))

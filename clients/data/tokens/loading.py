@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a model as its own files define it."""
+"""Loads the tokenizer of a model as defined by its files."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ PROBE = (
 def load_tokenizer(transformers: Any, model: str, revision: str | None = None) -> Any:
     """Return the tokenizer of a directory or hub id, as transformers loads it.
 
-    Some classes of transformers replace the pre-tokenizer of tokenizer.json by their own; then the
-    file is used. A chat template may be in chat_template.json, which transformers reads for
-    processors only. `transformers`: the library, which clients do not import.
+    Some transformers classes replace the pre-tokenizer of tokenizer.json. In this case,
+    tokenizer.json is used. The chat template may be in chat_template.json, which transformers reads
+    only for processors. `transformers`: the library, which `clients` must not import.
 
-    Raises ValueError if the directory has a SentencePiece file alone and nothing that converts it,
-    and what `from_pretrained` raises.
+    Raises ValueError if the directory has only a SentencePiece file and no converter is installed,
+    and the errors of `from_pretrained`.
     """
 
     def find_file(name: str) -> Path | None:
@@ -61,7 +61,7 @@ def load_tokenizer(transformers: Any, model: str, revision: str | None = None) -
 
 
 def _encode_probe(tokenizer: Any) -> None:
-    """Encode a character that no vocabulary has. Raises what a damaged tokenizer raises for it."""
+    """Encode a character that is in no vocabulary. Raises the error of a damaged tokenizer."""
     try:
         tokenizer("a character that no vocabulary has: \U0010fffd")
     except BaseException as error:
@@ -72,9 +72,9 @@ def _encode_probe(tokenizer: Any) -> None:
 
 
 def _encodes_as_file(tokenizer: Any, file: Path, base_class: type, model: str) -> bool:
-    """Return whether the tokenizer encodes PROBE as tokenizer.json does; warn if it does not.
+    """Return whether the tokenizer encodes PROBE as tokenizer.json does. Logs a warning if not.
 
-    `base_class`: of transformers; it reads the file and changes nothing.
+    `base_class`: the transformers class that loads the file without changes.
     """
     from tokenizers import Tokenizer
 

@@ -1,4 +1,4 @@
-"""Tokens and chat template of a tokenizer, loaded or in a directory; the difference of two."""
+"""Tokens and chat template of a tokenizer, loaded or in a directory; comparison of two."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from clients.data.regular_file import open_regular, read_document
 
 
 def tokens_of(tokenizer: Any) -> list[str]:
-    """Return the token of each id, "" for an unused id; the input of `tokenizer_fingerprint`.
+    """Return the token of each id, "" for an unused id: the input of `tokenizer_fingerprint`.
 
-    The list ends at the highest id: with unused ids, that is beyond the number of tokens.
+    The list ends at the highest id, which exceeds the number of tokens if there are unused ids.
     """
     count = max(tokenizer.get_vocab().values(), default=-1) + 1
     return [tokenizer.convert_ids_to_tokens(token_id) or "" for token_id in range(count)]
 
 
 def answer_text(tokenizer: Any, ids: Sequence[int], *, has_end: bool) -> str:
-    """Return the text of an answer as the model wrote it; rewards, metrics and samples use it.
+    """Decode an answer without changes, for rewards, metrics and samples.
 
-    Only its end token is left out: the last one, if `has_end`. Tags that are special tokens, such
-    as <think>, stay, and no spaces are cleaned up.
+    Only the end token is removed: the last id, if `has_end`. Tags that are special tokens, such as
+    <think>, are kept, and spaces are not cleaned up.
     """
     ids = ids[:-1] if has_end else ids
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -50,7 +50,7 @@ _MAX_TEMPLATE_BYTES = 1 << 20
 def tokens_in(model: Path) -> list[str] | None:
     """Return the token of each id, "" for an unused id; None if the file cannot be interpreted.
 
-    transformers may append tokens that other files name; it changes none of these.
+    transformers may append tokens of other files, but does not change the tokens of this file.
     """
     try:
         document = read_document(model / "tokenizer.json")
@@ -70,11 +70,11 @@ def tokens_in(model: Path) -> list[str] | None:
 
 
 def chat_templates_in(model: Path) -> dict[str, str]:
-    """Return the chat templates of a Hugging Face directory by name; {} if it has none.
+    """Return the chat templates of a Hugging Face directory by name; {} if there are none.
 
-    The one of most prompts is named "default". chat_template.jinja is preferred, with those beside
-    it, then tokenizer_config.json, then chat_template.json of older models. Raises OSError or
-    ValueError if a file cannot be interpreted.
+    The template for ordinary prompts is named "default". Files are read in this order:
+    chat_template.jinja and the files beside it, tokenizer_config.json, chat_template.json (older
+    models). Raises OSError or ValueError if a file cannot be interpreted.
     """
     files = {file.stem: file for file in (model / TEMPLATES).glob("*.jinja")}
     files["default"] = model / "chat_template.jinja"
@@ -87,7 +87,7 @@ def chat_templates_in(model: Path) -> dict[str, str]:
 
 
 def default_template_in(model: Path) -> str | None:
-    """Return the default chat template of a directory; "" if it has none; None if unreadable."""
+    """Return the default chat template of a directory; "": it has none; None: unreadable."""
     try:
         return chat_templates_in(model).get("default", "")
     except (OSError, ValueError):
