@@ -201,7 +201,7 @@ class WeightsVersion(_message.Message):
     """Versions of one lineage are ordered by number. A trainer's attempt is one lineage."""
     number: _builtins.int
     directory: _builtins.str
-    """Directory with the weights, as the service sees it; see student_trainer/rollout_client/weights/snapshot.py."""
+    """Directory with the weights, as the service sees it; see student_trainer/rollout_client/snapshot.py."""
     in_flight: Global___InFlight.ValueType
     job: _builtins.str
     """The run directory of the trainer, and the number of its attempt. After an order of a later attempt, the service

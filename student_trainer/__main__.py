@@ -11,9 +11,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from clients.config.capture import CaptureJob
-from clients.config.evaluation import EvalJob
 from clients.config.kinds import AnyTraining
+from clients.config.tables.job import TrainingJob
 from clients.preflight.files import check_files, check_here
 from clients.preflight.teachers import check_teachers
 from clients.runs.directory import RunDirectory, Verdict
@@ -48,7 +47,7 @@ def main() -> int:
     end_with_launcher()
     run = RunDirectory(options.run)
     config = run.config()
-    assert not isinstance(config, CaptureJob | EvalJob), "launch.py starts their own programs"
+    assert isinstance(config, TrainingJob), "launch.py starts the programs of other jobs"
     progress = Progress(
         run,
         attempt=options.attempt,

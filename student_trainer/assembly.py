@@ -29,7 +29,7 @@ from protos.errors import InvalidInput
 from student_trainer.checkpoints import checkpoint
 from student_trainer.checkpoints.copies import RunCopies
 from student_trainer.data.captured_stores import TrainingStore, check_same_store
-from student_trainer.loop.method import Method
+from student_trainer.loop.learner import Method
 from student_trainer.loop.optimizer import make_optimizer
 from student_trainer.loop.trainer import Trainer
 from student_trainer.methods import offline, on_policy, rl, sft
@@ -44,17 +44,16 @@ from student_trainer.model.loading import (
     require_trainable,
 )
 from student_trainer.model.student import Student
-from student_trainer.parallel.collectives import make_accelerator, max_over_ranks
+from student_trainer.parallel.collectives import make_accelerator, max_over_ranks, time_limit
 from student_trainer.parallel.launcher import is_main_process
 from student_trainer.parallel.sharding import Replicated, Sharded, distribute
 from student_trainer.parallel.tensor_parallel import check_divisible
-from student_trainer.parallel.time_limit import time_limit
 from student_trainer.preview import preview_of
 from student_trainer.rewards import Rewards
 from student_trainer.rollout_client.connection import connect_engine, wait_for_shared_gpus
+from student_trainer.rollout_client.failed_orders import end_orders_after_stop
 from student_trainer.rollout_client.local_services import RolloutServices
 from student_trainer.rollout_client.placed_services import PlacedServices
-from student_trainer.rollout_client.stopped_job import end_orders_after_stop
 from student_trainer.run.chat_templates import choose_chat_template
 from student_trainer.run.metrics import open_metrics
 from student_trainer.run.model_checks import max_sequence_length

@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar, assert_never
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -59,7 +59,7 @@ from student_trainer.model.loading import (
     load_image_reader,
     load_tokenizer,
 )
-from student_trainer.teachers.teacher_input import reads_another_prompt, teacher_prompt
+from student_trainer.teachers.teacher_input import teacher_prompt
 
 Item = TypeVar("Item")
 # Returns what each model reads of a prompt or an example.
@@ -101,34 +101,30 @@ def preview_of(config: AnyTraining, shown: int = SHOWN, tokenizer: Any = None) -
 
 def _survey(config: AnyTraining, tokenizer: Any) -> Iterator[SurveyedRecord]:
     ids = ModelIds.of_tokenizer(tokenizer, load_config(config.student).get_text_config().vocab_size)
-    match config:
-        case OfflineJob():
-            return _survey_store(config, tokenizer)
-        case SFTJob():
-            examples = example_encoding(config, tokenizer, ids)
-            return _survey_data(*examples, tokenizer, lambda item: _example(item, tokenizer))
-        case OnPolicyJob() | RLJob():
-            read_inputs = _prompt_reading(config, tokenizer)
-            if config.data is None:
-                prompts = load_rl_prompts(config, tokenizer, model_ids=ids).training.of_step(1, 32)
-                return (
-                    SurveyedRecord(f"task {number}", read_inputs(prompt))
-                    for number, prompt in enumerate(prompts, 1)
-                )
-            teachers = tuple(name for name in config.teacher_addresses if name)
-            images = load_image_reader(config.student) if config.data.image_column else None
-            prompt_options: Mapping[str, Any] = {
-                "max_tokens": config.method.max_prompt_tokens,
-                "teachers": teachers,
-                "vision_teachers": teachers,
-                "with_fields": True,
-                "reader": images,
-                "model_ids": ids,
-            }
-            encoding = prompt_encoding(config.data, tokenizer, **prompt_options)
-            return _survey_data(*encoding, tokenizer, read_inputs)
-        case _:
-            assert_never(config)
+    if isinstance(config, OfflineJob):
+        return _survey_store(config, tokenizer)
+    if isinstance(config, SFTJob):
+        examples = example_encoding(config, tokenizer, ids)
+        return _survey_data(*examples, tokenizer, lambda item: _example(item, tokenizer))
+    read_inputs = _prompt_reading(config, tokenizer)
+    if config.data is None:
+        prompts = load_rl_prompts(config, tokenizer, model_ids=ids).training.of_step(1, 32)
+        return (
+            SurveyedRecord(f"task {number}", read_inputs(prompt))
+            for number, prompt in enumerate(prompts, 1)
+        )
+    teachers = tuple(name for name in config.teacher_addresses if name)
+    encoding = prompt_encoding(
+        config.data,
+        tokenizer,
+        max_tokens=config.method.max_prompt_tokens,
+        teachers=teachers,
+        vision_teachers=teachers,
+        with_fields=True,
+        reader=load_image_reader(config.student) if config.data.image_column else None,
+        model_ids=ids,
+    )
+    return _survey_data(*encoding, tokenizer, read_inputs)
 
 
 def _survey_data(
@@ -177,9 +173,9 @@ def _prompt_reading(config: OnPolicyJob | RLJob, tokenizer: Any) -> ReadInputs[P
             teacher_tokenizer = load_tokenizer(StudentConfig(model=name))
             prompt = teacher_prompt(config, teacher_tokenizer)
             readers.append(("teacher", teacher_tokenizer, prompt))
-    elif teacher is not None and reads_another_prompt(config):
+    elif teacher is not None and config.has_other_teacher_prompt:
         readers.append(("teacher", tokenizer, teacher_prompt(config, tokenizer)))
-    if isinstance(config, RLJob) and (anchor_prompt := context_prompt(config, tokenizer, None)):
+    if anchor_prompt := context_prompt(config, tokenizer, None):
         readers.append(("anchor", tokenizer, anchor_prompt))
     sampled = f"the student samples at most {config.method.max_new_tokens} tokens here"
 

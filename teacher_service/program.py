@@ -27,8 +27,8 @@ from teacher_service.http.front import HttpFront, LoadingApp
 from teacher_service.metrics import TeacherMetrics
 from teacher_service.models.adapters import read_adapters
 from teacher_service.models.load_progress import LoadProgress
-from teacher_service.models.placement import AUTO, free_memory
-from teacher_service.models.placement import OPTION as DEVICE_MAP
+from teacher_service.models.loading import AUTO, free_memory
+from teacher_service.models.loading import OPTION as DEVICE_MAP
 from teacher_service.serving.answer_budget import AnswerBudget
 from teacher_service.serving.batcher import Batcher
 from teacher_service.serving.dispatcher import Dispatcher

@@ -30,7 +30,7 @@ from benchmarks.draws.page import write_draws_page
 from benchmarks.shared.evaluation import compute_logits, hidden_states
 from benchmarks.shared.model_pairs import load_questions, make_pair, row_bytes
 from student_trainer.losses import Direction, Rows, Tail, topk_kl
-from student_trainer.rollouts.hf import HuggingFaceRollouts
+from student_trainer.rollouts.rollouts import HuggingFaceRollouts
 
 BUDGETS = (8, 16, 32, 64, 128, 512)
 DIRECTIONS: tuple[Direction, ...] = ("reverse", "forward")

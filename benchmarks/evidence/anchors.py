@@ -37,7 +37,7 @@ from benchmarks.rl.runs import Arm, summarize_metrics, train_once
 from benchmarks.shared.programs import one_thread_environment
 from benchmarks.shared.results import RESULTS, add_run, describe_machine, load_results
 from student_trainer.data.prompts import Prompt
-from student_trainer.rollouts.hf import HuggingFaceRollouts
+from student_trainer.rollouts.rollouts import HuggingFaceRollouts
 from student_trainer.tools.pretrain import main as pretrain
 
 PROMPTS, ANSWERS, STEPS = 64, 8, 150

@@ -30,7 +30,7 @@ from benchmarks.shared.evaluation import compute_logits, hidden_states
 from benchmarks.shared.model_pairs import load_questions, make_pair
 from benchmarks.shared.results import RESULTS, describe_machine, format_json
 from student_trainer.losses import Direction
-from student_trainer.rollouts.hf import HuggingFaceRollouts
+from student_trainer.rollouts.rollouts import HuggingFaceRollouts
 
 KS = (1, 2, 4, 8, 16, 32, 64, 256, 1024)
 DRAWS = 8

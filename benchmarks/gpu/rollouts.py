@@ -54,7 +54,7 @@ from student_trainer.rollout_client.order import (
     SequenceRequest,
     WeightsVersion,
 )
-from student_trainer.rollout_client.weights.file_channel import (
+from student_trainer.rollout_client.weight_channel import (
     FileChannel,
     choose_snapshot_root,
     snapshot_bytes,

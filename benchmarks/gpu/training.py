@@ -39,7 +39,7 @@ from student_trainer.data.packing import micro_batches
 from student_trainer.data.rollout import Rollout, TailDraws
 from student_trainer.data.sequence import TokenSequence
 from student_trainer.loop.efficiency import LearningFlops, peak_flops
-from student_trainer.loop.optimizer import make_optimizer
+from student_trainer.loop.optimizer import clip_gradients, make_optimizer
 from student_trainer.loop.step import Objective
 from student_trainer.model.compilation import compile_layers
 from student_trainer.model.loading import recompute_activations
@@ -47,7 +47,6 @@ from student_trainer.model.student import Student
 from student_trainer.objectives.cross_entropy import CrossEntropyObjective
 from student_trainer.objectives.distillation import DistillationObjective
 from student_trainer.parallel.collectives import make_accelerator
-from student_trainer.parallel.gradients import clip_gradients
 from student_trainer.parallel.sharding import distribute
 
 HEAD, DRAWS = 16, 48

@@ -42,7 +42,7 @@ from student_trainer.model.loading import recompute_activations
 from student_trainer.model.lora import add_adapters
 from student_trainer.model.student import Student
 from student_trainer.parallel.sharding import distribute
-from student_trainer.rollouts.hf import HuggingFaceRollouts
+from student_trainer.rollouts.rollouts import HuggingFaceRollouts
 
 MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 SHAPE = ModelShape(8, 256, 768, 4, 2, 64, 4096)

@@ -31,7 +31,7 @@ from benchmarks.shared.evaluation import compute_logits, hidden_states, measure_
 from benchmarks.shared.model_pairs import Pair, load_questions, make_pair
 from student_trainer.data.rollout import Rollout, TailDraws
 from student_trainer.losses import Rows, fused_linear_loss, mismatch, rows_from_logits, topk_kl
-from student_trainer.rollouts.hf import HuggingFaceRollouts
+from student_trainer.rollouts.rollouts import HuggingFaceRollouts
 
 LAGS = (0, 1, 2, 4, 8)
 # The second is the default of a job, with which these models hardly change in so few steps.

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
 from student_trainer.losses import exact_kl
-from student_trainer.rollouts.hf import HuggingFaceRollouts
+from student_trainer.rollouts.rollouts import HuggingFaceRollouts
 
 HELD_OUT_SEED = 10_000
 BATCH = 16

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from clients.cli.commands import capture as capture_commands
 from clients.cli.commands import config as config_commands
 from clients.cli.commands import (
     doctor,
@@ -72,7 +71,7 @@ app.command("pin")(job_commands.pin)
 app.command("plot")(plot.plot)
 app.command("report")(plot.report)
 app.command("pull")(logs_and_files.pull)
-app.command("capture")(capture_commands.capture)
+app.command("capture")(run.capture)
 app.command("eval")(exam.exam)
 app.add_typer(store_commands.app, name="store")
 app.add_typer(config_commands.app, name="config")

@@ -8,11 +8,10 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from clients.config.tables.common import Count, Name, StudentConfig, Table
+from clients.config.tables.common import Count, Name, Rule, StudentConfig, Table, refuse_unused
 from clients.config.tables.data import DataFile, LeftOutShare, PromptKeys, columns_of
 from clients.config.tables.job import Extra, JobConfig
 from clients.config.tables.teacher import TeacherConfig
-from clients.config.unused import Rule, refuse_unused
 from clients.data.object_urls import place_of
 from clients.data.prompt_format import PromptFormat
 

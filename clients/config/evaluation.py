@@ -1,4 +1,4 @@
-"""The keys of an evaluation: a job file with `method.type = "eval"`."""
+"""The models of `distill eval`: a job file with `method.type = "eval"`, and an evaluation."""
 
 from __future__ import annotations
 
@@ -8,20 +8,12 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from clients.config.tables.common import Count, Name, Table
+from clients.config.tables.common import Count, EvaluatedModel, Name, Rule, Table, refuse_unused
 from clients.config.tables.data import DataConfig, DataFile, prompt_rules
 from clients.config.tables.job import Extra, JobConfig
 from clients.config.tables.reward import RewardConfig
-from clients.config.unused import Rule, refuse_unused
 
 RESULTS = "eval"  # directory of the answers and the results, in the run directory
-
-
-class EvaluatedModel(Table):
-    """The model to evaluate. Its anchor is also evaluated, if its directory contains one."""
-
-    model: Name
-    """Hugging Face directory or hub id; or `@JOB/export`, the model of another job."""
 
 
 class EvalMethod(Table):
@@ -93,6 +85,11 @@ class EvalJob(JobConfig):
         )
 
     @property
+    def answering_student(self) -> EvaluatedModel:
+        """The model that is evaluated."""
+        return self.student
+
+    @property
     def extras(self) -> Sequence[Extra]:
         """The extra of the trainer, whose sampler generates the answers."""
         return [("train", "an evaluation", "method.type")]
@@ -108,3 +105,47 @@ class EvalJob(JobConfig):
     def outputs(self, run: Path) -> Mapping[str, str | Path]:
         """Return the directory of the answers and the results. `run`: the run directory."""
         return {"results": run / RESULTS}
+
+
+class ExamConfig(Table):
+    """An evaluation. The command line passes this object to the evaluation program as JSON."""
+
+    models: Mapping[Name, Name]
+    """Models by display name: a Hugging Face directory, or the model name of the endpoint."""
+    out: Name
+    """Directory of the answers, with one subdirectory per model."""
+    method: EvalMethod
+    reward: RewardConfig
+    data: DataConfig | None
+    """The prompts. None: the prompts of the reward's task."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)]
+    """Seed of the selection of prompts and of sampling."""
+    endpoint: str | None = None
+    """http://HOST:PORT/v1 of an OpenAI-compatible server. None: the models are directories."""
+    api: Literal["chat", "completions"] = "chat"
+    """API of the endpoint: chat completions or text completions."""
+    in_flight: Count = 64
+    """Maximum number of concurrent requests to the endpoint."""
+    patience_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds to wait for one answer of the endpoint."""
+
+    @model_validator(mode="after")
+    def _uses_every_key(self) -> Self:
+        has_template = self.endpoint is None or self.api == "chat"
+        keeps_template = self.endpoint is None or self.api == "completions"
+        return refuse_unused(
+            self,
+            [
+                *evaluated_data_rules(self.data),
+                (
+                    has_template,
+                    "data.messages_column data.system data.template_arguments",
+                    "text completions have no chat template; use --api chat",
+                ),
+                (
+                    keeps_template,
+                    "data.chat_template",
+                    "the endpoint applies its chat template; use --api completions",
+                ),
+            ],
+        )

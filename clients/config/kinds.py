@@ -1,10 +1,11 @@
-"""The job classes by method: `method.type` selects the class of a job."""
+"""The job classes by method: `method.type` selects the class of a job; their JSON Schema."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from pydantic.json_schema import models_json_schema
 from pydantic_core import from_json
 
 from clients.config.capture import CaptureJob
@@ -13,6 +14,7 @@ from clients.config.offline import OfflineJob
 from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
+from clients.config.sweep import LABEL
 
 AnyTraining: TypeAlias = OnPolicyJob | OfflineJob | RLJob | SFTJob
 AnyJob: TypeAlias = AnyTraining | CaptureJob | EvalJob
@@ -24,6 +26,14 @@ KINDS: Mapping[str, Kind] = {
     "sft": SFTJob,
     "capture": CaptureJob,
     "eval": EvalJob,
+}
+_SWEEP = {
+    "type": "object",
+    "description": "Lists of values for keys of the job; each combination is a job of its own.",
+    "minProperties": 1,
+    "additionalProperties": {
+        "anyOf": [{"type": "array", "minItems": 1}, {"$ref": "#/$defs/Sweep"}],
+    },
 }
 
 
@@ -44,3 +54,22 @@ def parse_job(document: str | bytes, *, strict: bool = False) -> AnyJob:
     except ValueError:
         values = None  # not JSON; the model raises the error
     return kind_of(values).model_validate_json(document, strict=strict)
+
+
+def schema_of(kinds: Sequence[Kind]) -> dict[str, Any]:
+    """Return the schema of files with one job of these kinds, or with several in `[[job]]` tables.
+
+    A required key stays required even if the table `sweep` has a list for it.
+    """
+    _, schema = models_json_schema([(kind, "validation") for kind in kinds])
+    definitions = schema["$defs"]
+    for kind in kinds:
+        definitions[kind.__name__]["properties"][LABEL] = {"$ref": "#/$defs/Sweep"}
+    job_schemas = [{"$ref": f"#/$defs/{kind.__name__}"} for kind in kinds]
+    file_schema = {
+        "type": "object",
+        "required": ["job"],
+        "properties": {"job": {"type": "array", "minItems": 1, "items": {"anyOf": job_schemas}}},
+        "additionalProperties": False,
+    }
+    return {"anyOf": [*job_schemas, file_schema], "$defs": {**definitions, "Sweep": _SWEEP}}

@@ -8,12 +8,11 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from clients.config.tables.common import Count, Name, Table
+from clients.config.tables.common import Count, Name, Rule, Table, refusal, refuse_unused
 from clients.config.tables.data import DataFile, PromptKeys, prompt_rules
 from clients.config.tables.job import TrainingJob
 from clients.config.tables.rollouts import RolloutsConfig, rollout_rules
 from clients.config.tables.teacher import TeacherLink, started_rules
-from clients.config.unused import Rule, refusal, refuse_unused
 from clients.data.object_urls import place_of
 from clients.data.prompt_format import PromptFormat
 

@@ -14,6 +14,8 @@ from clients.config.tables.common import (
     Table,
     Tail,
     check_tail,
+    refusal,
+    refuse_unused,
 )
 from clients.config.tables.data import DataConfig, DataFile, columns_of, prompt_rules
 from clients.config.tables.job import TrainingJob
@@ -25,7 +27,6 @@ from clients.config.tables.teacher import (
     other_tokens_rules,
     started_rules,
 )
-from clients.config.unused import refusal, refuse_unused
 from clients.data.prompt_format import PromptFormat
 
 # One literal: a union of two has two messages for one wrong value.

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from clients.config.tables.common import FORMER_TAIL, SampledEvalConfig
+from clients.config.tables.common import FORMER_TAIL, Rule, SampledEvalConfig, refuse_unused
 from clients.config.tables.data import DataConfig, DataFile, columns_of, prompt_rules
 from clients.config.tables.environment import PASSAGES, SearchConfig
 from clients.config.tables.job import Extra, TrainingJob
@@ -25,7 +25,6 @@ from clients.config.tables.teacher import (
     other_tokens_rules,
     started_rules,
 )
-from clients.config.unused import Rule, refuse_unused
 from clients.data.prompt_format import PromptFormat
 
 
@@ -40,7 +39,6 @@ class RLJob(TrainingJob):
     learns_from_zero = True
     aligns_tokens: ClassVar[bool] = False  # the KL compares rows of the same tokens
     alignment_keys: ClassVar[Sequence[str]] = ()
-    teacher_context: ClassVar[str] = ""  # here it is `anchor.context` that has a text
     method: RLConfig
     eval: SampledEvalConfig = SampledEvalConfig()
     teacher: RLTeacher | None = None
@@ -338,6 +336,11 @@ class RLJob(TrainingJob):
     def answers_per_evaluation(self) -> int:
         """Number of held-out answers, over all processes."""
         return self.eval.prompts * self.eval.samples
+
+    @property
+    def anchor_context(self) -> str | None:
+        """Text that only the anchor reads, before the prompt."""
+        return self.anchor.context
 
     @property
     def has_anchor(self) -> bool:

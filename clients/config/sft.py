@@ -7,10 +7,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from clients.config.tables.common import Count, Table
+from clients.config.tables.common import Count, Table, refuse_unused
 from clients.config.tables.data import DataConfig, DataFile, prompt_rules
 from clients.config.tables.job import TrainingJob
-from clients.config.unused import refuse_unused
 
 
 class SFTConfig(Table):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clients.data.regular_file import read_document
+from clients.data.outside import read_document
 from clients.data.tokens.continuation import without_first_space
 from protos.errors import InvalidInput
 from protos.extras import require_extra

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clients.data.regular_file import read_document
+from clients.data.outside import read_document
 from clients.data.tokens.answers import answer_end
 from clients.data.tokens.tokenizer import tokens_in, tokens_of
 from protos.errors import InvalidInput

@@ -2,16 +2,22 @@
 
 Records, passages, server responses and model directories are read with these functions, so that all
 of them accept the same values. Each function raises ValueError whose message is a clause. The
-caller adds the location, the field and the remedy.
+caller adds the location, the field and the remedy. Small files from untrusted directories, where a
+pipe could block and a sparse file could exceed memory, are read with `open_regular` and
+`read_document`.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
+import stat
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,6 +25,8 @@ if TYPE_CHECKING:
 
 # One half of a surrogate pair, as an escape sequence; alone it is no valid text.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+# Largest JSON document. The tokenizer.json of a vocabulary of 262,144 tokens has half this size.
+MAX_BYTES = 64 << 20
 
 
 def parse_json(data: bytes | str) -> Any:
@@ -80,3 +88,25 @@ def parse_ids(value: object) -> NDArray[np.int32]:
     except OverflowError as error:
         raise ValueError("must be a list of integers of 64 bits") from error
     return ids.clip(-1, np.iinfo(np.int32).max).astype("<i4")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading, without blocking. Raises OSError if it is not a regular file."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_document(path: Path) -> Any:
+    """Return the parsed JSON of a file.
+
+    Raises OSError if the file cannot be read or is not a regular file, and ValueError if it is not
+    JSON, nested too deeply, or longer than MAX_BYTES.
+    """
+    with open_regular(path) as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"{path} is longer than {MAX_BYTES >> 20} MiB")
+    return parse_json(data)

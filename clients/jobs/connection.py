@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 import grpc
 
 from protos.errors import TimedOut, Unavailable
-from protos.rpc.backoff import backoff
 from protos.rpc.channel import SERVER_TOKEN, open_channel
 from protos.rpc.statuses import fault_of
-from protos.rpc.transport import STREAM_OPEN
+from protos.rpc.transport import STREAM_OPEN, backoff
 
 _Request = TypeVar("_Request")
 _Answer = TypeVar("_Answer")

@@ -14,9 +14,9 @@ from clients.config.tables.data import Columns, DataFile
 from clients.config.tables.job import JobConfig
 from clients.data.images import image_file
 from clients.data.object_urls import is_object_url
+from clients.data.outside import open_regular
 from clients.data.prompt_format import PromptFormat
 from clients.data.records import FILE_SUFFIXES, images_of, record_in, records_in, weight_of
-from clients.data.regular_file import open_regular
 from protos.errors import InvalidInput
 
 # The first records of a file.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from clients.config.tables.common import MIN_CHECKPOINTS
 from clients.config.tables.job import TrainingJob
-from clients.data.regular_file import open_regular, read_document
+from clients.data.outside import open_regular, read_document
 from clients.runs.directory import RunDirectory
 from clients.runs.file_system import has_room
 from protos.errors import WrongState

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from clients.config.evaluation import EvalJob, EvaluatedModel
 from clients.config.file import named_files, named_urls
 from clients.config.kinds import AnyJob
-from clients.config.tables.common import StudentConfig
+from clients.config.tables.common import EvaluatedModel, StudentConfig
 from clients.config.tables.job import JobConfig, TrainingJob
 from clients.data.models.files import (
     refuse_adapter,
@@ -91,9 +90,9 @@ def check_here(
         check_gpus(config)
     check_files(config, hint)
     check_data(config)
-    if isinstance(config, TrainingJob | EvalJob):
-        check_student(config.student)
-        check_template(config, config.student.model)
+    if config.answering_student is not None:
+        check_student(config.answering_student)
+        check_template(config, config.answering_student.model)
     if isinstance(config, TrainingJob):
         if not here and config.engine_gpus:
             _check_engines(config.student)

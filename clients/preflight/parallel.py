@@ -12,7 +12,7 @@ from typing import Any
 
 from clients.config.tables.common import StudentConfig
 from clients.config.tables.job import TrainingJob
-from clients.data.regular_file import read_document
+from clients.data.outside import read_document
 from protos.errors import InvalidInput
 
 TENSOR_FIELD = "train.tensor_parallel"

@@ -35,7 +35,7 @@ from pydantic import AfterValidator, AliasChoices, Field, TypeAdapter, Validatio
 
 from clients.config.evaluation import RESULTS
 from clients.config.kinds import AnyJob, parse_job
-from clients.data.regular_file import open_regular
+from clients.data.outside import open_regular
 from clients.runs.file_system import fsync_directory, lock_file
 from protos.errors import CATEGORIES, NotFound, WrongState
 

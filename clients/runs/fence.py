@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from clients.data.regular_file import open_regular
+from clients.data.outside import open_regular
 from protos.errors import WrongState
 
 VARIABLE = "DISTILL_FENCE"

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from clients.data.regular_file import open_regular
+from clients.data.outside import open_regular
 from clients.runs.directory import replace_file
 
 _SLUG_CHARS = 40

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from clients.data.regular_file import open_regular
+from clients.data.outside import open_regular
 from clients.runs.directory import RunDirectory, replace_file
 from clients.runs.fence import require_unfenced
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from clients.config.kinds import AnyTraining
-from clients.data.regular_file import read_document
+from clients.data.outside import read_document
 from clients.runs.directory import replace_file
 from protos.errors import Unavailable
 

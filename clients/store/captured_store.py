@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from clients.config.offline import OfflineConfig, OfflineJob
 from clients.config.tables.job import JobConfig
 from clients.store.copies import manifest_at
-from clients.store.facts import SEQUENCES
-from clients.store.manifest import Manifest
+from clients.store.manifest import SEQUENCES, Manifest
 from protos.errors import DistillError, InvalidInput, WrongState
 
 _FACTS = ("tokenizer_fingerprint", "vocab_size", "top_k", "temperature", "tail_samples")

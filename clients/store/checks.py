@@ -8,7 +8,7 @@ from pathlib import Path
 
 from clients.data.object_urls import is_object_url
 from clients.store.copies import manifest_at
-from clients.store.facts import SEQUENCES
+from clients.store.manifest import SEQUENCES
 from clients.store.objects import ObjectFolder
 from clients.store.shards import ShardFacts, open_shard, require_arrow
 from protos.errors import Corrupt

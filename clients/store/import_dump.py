@@ -19,10 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients.data.models.shape import logits_in
-from clients.data.outside import parse_ids, parse_json
-from clients.data.regular_file import open_regular
+from clients.data.outside import open_regular, parse_ids, parse_json
 from clients.data.tokens.tokenizer import tokens_in
-from clients.store.facts import PART, SEQUENCES, UNSPLIT, key_of
+from clients.store.manifest import PART, SEQUENCES, UNSPLIT, key_of
 from clients.store.shards import StoredRows
 from clients.store.writer import StoreWriter
 from clients.teacher.query import tokenizer_fingerprint

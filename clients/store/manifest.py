@@ -1,6 +1,19 @@
 """The manifest of a store: it names the shards, and every update replaces it atomically.
 
-A shard file that the manifest does not name is not part of the store.
+A shard file that the manifest does not name is not part of the store. Metadata keys of a store that
+a capture wrote:
+
+teacher, tokenizer, data       display names; ignored when two stores are compared
+teacher_fingerprint, teacher_version, tokenizer_fingerprint, vocab_size
+top_k, temperature, logprob_format, compress, tail_samples, seed
+form, columns, template, max_tokens
+image_column                   of the images, which sequences name; absent if the capture has none
+context                        text that only the teacher has read; absent if the capture has none
+data_fingerprint               fingerprint of the data files, or the one `datasets` computes
+sequences_fingerprint          fingerprint of the token ids of all data
+too_long, empty                number of records left out, by reason
+part                           i/n: part i (from 0) of the n parts of the data
+sequences                      number of sequences in this part when it is complete
 """
 
 from __future__ import annotations
@@ -12,14 +25,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from clients.data.regular_file import open_regular
+from clients.data.outside import open_regular
 from clients.runs.file_system import lock_file
-from clients.store.shards import ShardFacts, write_synced
+from clients.store.shards import KEY_BYTES, ShardFacts, write_synced
 from protos.errors import Corrupt, WrongState
 
 SCHEMA_VERSION = 2
 MANIFEST = "manifest.json"
 _SHARD_NAME = re.compile(r"[0-9]{8,}\.arrow")
+_DISPLAY_NAMES = ("teacher", "tokenizer", "data")
+PART, SEQUENCES = "part", "sequences"
+UNSPLIT = "0/1"
 
 
 @dataclass(frozen=True)
@@ -133,3 +149,31 @@ def lock_store(path: Path) -> int:
             pass
         # Another process removed the directory after it was created: try again.
         os.close(lock)
+
+
+def key_of(index: int) -> bytes:
+    """Return the store key of sequence `index`, counted from 0 over all parts of the data."""
+    return index.to_bytes(KEY_BYTES, "big")
+
+
+def require_same(
+    path: Path | str,
+    stored: Mapping[str, str],
+    expected: Mapping[str, str],
+    *,
+    ignoring: tuple[str, ...] = (),
+    hint: str = "use another directory",
+) -> None:
+    """Compare the metadata `stored` in the store at `path` with the metadata `expected`.
+
+    Display names and the keys in `ignoring` are not compared. Raises WrongState, naming the first
+    key whose values differ.
+    """
+    for name in [*expected, *stored]:
+        if name in _DISPLAY_NAMES or name in ignoring or stored.get(name) == expected.get(name):
+            continue
+        raise WrongState(
+            f"{path} holds rows with {name} = {stored.get(name, 'none')}, not"
+            f" {expected.get(name, 'none')}",
+            hint=hint,
+        )

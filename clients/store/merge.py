@@ -13,8 +13,15 @@ from pathlib import Path
 
 from clients.store.checks import damages
 from clients.store.copies import manifest_at, on_disk
-from clients.store.facts import PART, SEQUENCES, UNSPLIT, require_same
-from clients.store.manifest import Manifest, shard_name, write_manifest
+from clients.store.manifest import (
+    PART,
+    SEQUENCES,
+    UNSPLIT,
+    Manifest,
+    require_same,
+    shard_name,
+    write_manifest,
+)
 from clients.store.shards import ShardFacts
 from protos.errors import Corrupt, InvalidInput, WrongState
 

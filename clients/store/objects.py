@@ -23,8 +23,8 @@ from typing import Any, BinaryIO, TypeVar
 from clients.store.manifest import MANIFEST, Manifest, parse_manifest
 from clients.store.shards import ShardFacts, require_arrow
 from protos.errors import Corrupt, DistillError, Forbidden, NotFound, Unavailable, WrongState
-from protos.rpc.backoff import backoff
 from protos.rpc.failpoints import failpoint
+from protos.rpc.transport import backoff
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from typing import Protocol
 from clients.data.object_urls import is_object_url
 from clients.runs.fence import require_unfenced
 from clients.store.checks import damage_of
-from clients.store.facts import require_same
 from clients.store.manifest import (
     MANIFEST,
     Manifest,
@@ -20,6 +19,7 @@ from clients.store.manifest import (
     manifest_bytes,
     read_manifest,
     remove_unnamed,
+    require_same,
     shard_name,
 )
 from clients.store.objects import ObjectFolder

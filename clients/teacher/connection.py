@@ -16,10 +16,9 @@ from clients.teacher.pending_requests import PendingRequests
 from clients.teacher.query import IDENTITY_KEY, LAST_TURN, TURN_KEY, identity_of
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import DistillError, Forbidden, InvalidInput, Unauthenticated, WrongState
-from protos.rpc.backoff import backoff
 from protos.rpc.channel import TEACHER_TOKEN, open_channel
 from protos.rpc.statuses import fault_of
-from protos.rpc.transport import MAX_MESSAGE_BYTES
+from protos.rpc.transport import MAX_MESSAGE_BYTES, backoff
 
 log = logging.getLogger(__name__)
 

@@ -37,11 +37,11 @@ from distill_server.dashboard.job_details import (
 )
 from distill_server.dashboard.places import Places
 from distill_server.dashboard.responses import job_record, on_error
-from distill_server.dashboard.shared_reads import SharedReads
 from distill_server.dashboard.teachers import Teachers
 from distill_server.jobs.change_notifier import ChangeNotifier
 from distill_server.jobs.control import JobControl
 from distill_server.jobs.rows import JobFilter
+from distill_server.jobs.run_files import SharedReads
 from distill_server.jobs.store import JobStore
 from distill_server.people.audit import Audit, Entry
 from distill_server.rpc.streams import Streams

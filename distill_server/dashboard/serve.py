@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 from prometheus_client import CollectorRegistry
 
 from distill_server.dashboard.app import Pages, make_app
-from distill_server.dashboard.shared_reads import SharedReads
 from distill_server.dashboard.teachers import Teachers
 from distill_server.jobs.change_notifier import ChangeNotifier
 from distill_server.jobs.control import JobControl
+from distill_server.jobs.run_files import SharedReads
 from distill_server.jobs.store import JobStore
 from distill_server.people.audit import Audit
 from distill_server.rpc.streams import Streams

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from clients.data.regular_file import open_regular
+from clients.data.outside import open_regular
 from clients.jobs.job import Job, JobState
 from clients.runs.directory import Control, RunDirectory, Status
 from clients.runs.metrics_file import MetricsTail, Point

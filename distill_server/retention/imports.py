@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clients.config.kinds import AnyJob
-from clients.data.regular_file import open_regular
+from clients.data.outside import open_regular
 from clients.jobs.job import JobState
 from clients.runs.directory import RunDirectory, Status
 from clients.runs.file_system import fsync_directory

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
+import grpc
 import grpc.aio
 
 from clients.jobs.artifacts import artifact_root
 from clients.runs.directory import NOTES, RunDirectory
+from clients.teacher.info import TeacherLoad, load_of
 from distill_server.jobs.control import JobControl, Submission
 from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import JobStore
@@ -25,12 +28,13 @@ from distill_server.rpc.encode import (
     encode_teacher,
 )
 from distill_server.rpc.streams import Streams
-from distill_server.teachers.load import request_loads
 from distill_server.teachers.started import TeacherProcess
 from distill_server.uploads import UploadFile, Uploads
 from protos import distill_pb2 as pb
-from protos import distill_pb2_grpc
+from protos import distill_pb2_grpc, teacher_pb2, teacher_pb2_grpc
 from protos.auth.access import Caller, Tokens
+from protos.errors import DistillError
+from protos.rpc.channel import TEACHER_TOKEN, open_channel
 from protos.rpc.transport import MAX_PAGE_JOBS, STREAM_OPEN
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Distill"].full_name
@@ -38,6 +42,7 @@ _PAGE_JOBS = 50
 
 # A string: the type stubs give this class two type parameters that it lacks at run time.
 _Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
+_ANSWER_SECONDS = 1.0
 
 
 class DistillService(distill_pb2_grpc.DistillServicer):
@@ -220,3 +225,25 @@ class DistillService(distill_pb2_grpc.DistillServicer):
 
 def _read_submission(request: pb.SubmitJobRequest) -> Submission:
     return request.config_json, request.config_text, request.idempotency_key
+
+
+async def request_loads(
+    teachers: Iterable[TeacherProcess], threads: RunFiles
+) -> Mapping[str, TeacherLoad]:
+    """Return the load of each teacher that answers within a second, by its key."""
+    requests = {
+        teacher.key: threads.start(partial(_request_load, teacher.address))
+        for teacher in teachers
+        if teacher.address
+    }
+    answers = await asyncio.gather(*requests.values())
+    return {key: load for key, load in zip(requests, answers, strict=True) if load is not None}
+
+
+def _request_load(address: str) -> TeacherLoad | None:
+    try:
+        with open_channel(address, token=TEACHER_TOKEN, scope="list") as channel:
+            stub = teacher_pb2_grpc.TeacherStub(channel)
+            return load_of(stub.GetInfo(teacher_pb2.GetInfoRequest(), timeout=_ANSWER_SECONDS))
+    except (grpc.RpcError, DistillError):
+        return None

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from clients.data.regular_file import open_regular
+from clients.data.outside import open_regular
 from clients.jobs.artifacts import require_files
 from clients.jobs.job import TERMINAL, Job, JobEvent
 from clients.runs.directory import RunDirectory

@@ -19,7 +19,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from clients.config.tables.teacher import TeacherLink
-from clients.data.regular_file import open_regular
+from clients.data.outside import open_regular
 from clients.runs.directory import RunDirectory, replace_file
 from clients.runs.launch import PROGRESS, teacher_command
 from protos.rpc.channel import TEACHER_TOKEN, token_of

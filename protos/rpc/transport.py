@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import random
 import socket
 
 # Version of what a trainer and a service must agree on: the messages, the files of a snapshot, and
@@ -68,6 +69,8 @@ SERVER_OPTIONS = [
     # Drop a connection without a handshake after 10 s; gRPC's default is two minutes.
     ("grpc.server_handshake_timeout_ms", 10_000),
 ]
+# Not the global generator, which other code draws from.
+_jitter = random.Random()
 
 
 def is_loopback(host: str) -> bool:
@@ -90,3 +93,13 @@ def address_towards(host: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))
         return str(probe.getsockname()[0])
+
+
+def backoff(failures: int, first: float, longest: float) -> float:
+    """Return the seconds to wait after so many failures in a row (1 or more), with jitter.
+
+    `first` after the first one, doubled for each further one up to `longest`, times a random number
+    from 0.5 to 1, so that not all clients of a restarted server return at once.
+    """
+    pause = min(longest, first * 2.0 ** min(failures - 1, 30))
+    return pause * _jitter.uniform(0.5, 1.0)

@@ -14,8 +14,7 @@ from urllib.request import getproxies, proxy_bypass
 import httpx
 
 from protos.errors import Corrupt, InvalidInput, TimedOut, Unavailable
-from protos.rpc.backoff import backoff
-from protos.rpc.transport import is_loopback
+from protos.rpc.transport import backoff, is_loopback
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
-from clients.data.regular_file import read_document
+from clients.data.outside import read_document
 from clients.runs.fence import own_attempt, require_unfenced
 from clients.runs.file_system import fsync_directory
 from protos.errors import DistillError

@@ -31,7 +31,6 @@ from student_trainer.model.loading import load_tokenizer, vocabulary
 from student_trainer.teachers.connections import Connection
 from student_trainer.teachers.teacher_input import (
     TeacherInput,
-    reads_another_prompt,
     teacher_form,
     teacher_prompt,
 )
@@ -102,7 +101,7 @@ def compare_tokenizers(
     pair = None
     if teacher is not None and teacher.tokenizer != "same":
         pair = _compare_with_teacher(config, teacher, teachers, student_tokenizer)
-    if pair is not None or reads_another_prompt(config):
+    if pair is not None or config.has_other_teacher_prompt:
         teacher_form(
             config, student_tokenizer if pair is None else pair.tokenizer
         )  # may refuse its template
@@ -168,7 +167,7 @@ def build_teacher_input(
         return TeacherInput(
             teacher_prompt(config, pair.tokenizer, max_length), pair.ids(vocab_size)
         )
-    if reads_another_prompt(config):
+    if config.has_other_teacher_prompt:
         return TeacherInput(teacher_prompt(config, tokenizer, max_length))
     return None
 

@@ -11,7 +11,7 @@ import json
 import logging
 import sys
 
-from clients.config.exam import ExamConfig
+from clients.config.evaluation import ExamConfig
 from clients.runs.progress import print_reply
 from student_trainer.exam.evaluation import run
 from student_trainer.exam.report import format_row, table_columns

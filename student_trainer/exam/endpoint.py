@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from clients.config.exam import ExamConfig
+from clients.config.evaluation import ExamConfig
 from clients.data.outside import parse_ids, parse_json, parse_text
 from protos.errors import (
     DistillError,

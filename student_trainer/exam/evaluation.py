@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from clients.config.exam import ExamConfig
+from clients.config.evaluation import ExamConfig
 from clients.config.tables.data import DataConfig
 from protos.errors import InvalidInput
 from protos.extras import install_command

@@ -9,8 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from clients.config.evaluation import EvalJob
-from clients.config.exam import ExamConfig
+from clients.config.evaluation import EvalJob, ExamConfig
 from clients.config.file import named_files
 from clients.data.models.files import use_caches_if_away
 from clients.preflight.files import check_files, check_here

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from clients.config.exam import ExamConfig
+from clients.config.evaluation import ExamConfig
 from clients.config.tables.common import StudentConfig
 from clients.data.prompt_format import PromptFormat, check_chat_template, template_text
 from clients.data.tokens.tokenizer import answer_text

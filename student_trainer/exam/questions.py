@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from clients.config.exam import ExamConfig
+from clients.config.evaluation import ExamConfig
 from clients.config.tables.data import DataConfig
 from clients.data.conversation import Conversation, require_question
 from clients.data.prompt_format import PromptFormat

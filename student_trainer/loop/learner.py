@@ -1,12 +1,13 @@
-"""The updates of a step: gradients, micro-batch by micro-batch, then student and anchor."""
+"""A method as the trainer sees it, and the updates of a step: gradients, student, anchor."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from accelerate import Accelerator
@@ -15,18 +16,52 @@ from torch import Tensor
 from clients.config.tables.job import TrainingJob
 from protos.errors import Corrupt
 from protos.rpc.failpoints import failpoint
+from student_trainer.critic import CriticAdvantages
 from student_trainer.data.batch import Batch, ScoredSequence
 from student_trainer.data.packing import micro_batches
 from student_trainer.loop.efficiency import Efficiency
-from student_trainer.loop.method import Method
-from student_trainer.loop.optimizer import set_learning_rate
-from student_trainer.loop.step_metrics import compute_means, count_lengths, sum_over_ranks
+from student_trainer.loop.evaluation import Evaluation
+from student_trainer.loop.optimizer import clip_gradients, set_learning_rate
+from student_trainer.loop.step import Objective, Steps, compute_means, count_lengths, sum_over_ranks
 from student_trainer.parallel.collectives import max_over_ranks, raise_on_all_ranks
-from student_trainer.parallel.gradients import clip_gradients
 from student_trainer.parallel.sharding import Replicated, Sharded
+from student_trainer.rollout_client.rollouts_ahead import RolloutsAhead
+from student_trainer.teachers.anchor import Anchor
 from student_trainer.teachers.source import PendingRows
 
 log = logging.getLogger(__name__)
+
+
+class Watch(Protocol):
+    """Reads the metrics of each step, and logs a warning if they show a fault."""
+
+    @property
+    def note(self) -> str:
+        """The state in a few words, for the phase of the job; "" if there is nothing to say."""
+
+    def see(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Check the metrics of `step`."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """What the trainer needs from a method.
+
+    objective: the loss and the metrics of a micro-batch. steps: returns this process's sequences of
+    a step. evaluation: the held-out evaluation. anchor: None if the job has no anchor. critic: None
+    if advantages come from groups. facts: written to state.json of every checkpoint; an offline job
+    compares the identity of its store with them when the run resumes. rollouts_ahead: None if the
+    trainer's processes sample. watches: of the main process.
+    """
+
+    objective: Objective
+    steps: Steps
+    evaluation: Evaluation
+    anchor: Anchor | None = None
+    critic: CriticAdvantages | None = None
+    facts: Mapping[str, str] = field(default_factory=dict)
+    rollouts_ahead: RolloutsAhead | None = None
+    watches: Sequence[Watch] = ()
 
 
 @dataclass(eq=False)

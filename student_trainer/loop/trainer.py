@@ -42,10 +42,9 @@ from student_trainer.checkpoints.model_directory import collect_small_files
 from student_trainer.checkpoints.saver import Saver
 from student_trainer.loop.efficiency import Efficiency
 from student_trainer.loop.evaluation import write_samples
-from student_trainer.loop.learner import Learner
-from student_trainer.loop.method import Method
+from student_trainer.loop.learner import Learner, Method
 from student_trainer.loop.optimizer import learning_rate, warn_of_schedule
-from student_trainer.loop.step_metrics import (
+from student_trainer.loop.step import (
     combine_updates,
     compute_means,
     sum_over_ranks,

@@ -13,7 +13,6 @@ from student_trainer.losses.advantages import (
     reward_at_last_token,
 )
 from student_trainer.losses.aggregate import Aggregate, sequence_weights, token_weights, weight_loss
-from student_trainer.losses.exact import exact_kl
 from student_trainer.losses.fused.linear_loss import (
     FusedLoss,
     LossFunction,
@@ -22,7 +21,6 @@ from student_trainer.losses.fused.linear_loss import (
     fused_linear_top_ids,
 )
 from student_trainer.losses.fused.logit_map import LogitMap
-from student_trainer.losses.noise import draw_noise
 from student_trainer.losses.off_policy import importance_weights, mismatch
 from student_trainer.losses.policy import (
     clipped_surrogate,
@@ -32,7 +30,7 @@ from student_trainer.losses.policy import (
 )
 from student_trainer.losses.rows import Index, Rows, entropy_from_logits, rows_from_logits
 from student_trainer.losses.sampled import sampled_kl
-from student_trainer.losses.topk import Direction, Tail, topk_kl
+from student_trainer.losses.topk import Direction, Tail, draw_noise, exact_kl, topk_kl
 
 __all__ = [
     "Aggregate",

@@ -9,9 +9,9 @@ One step, in order:
    (`clients/store/dataset.py`). `read` returns them as `PendingRows` (`teachers/source.py`) whose
    rows are already there.
 3. Mixture, only if `method.on_policy_fraction` > 0. For the first sequences of the step only the
-   prompt is used: the student samples a completion (`rollouts/hf.py`) and a live teacher scores it
-   (`teachers/scored_rollouts.py`): `SampledTokens` -> `Rollout` -> `PendingRows`. With a table
-   `rollouts`, an engine samples (`rollout_client/rollouts_ahead.py`).
+   prompt is used: the student samples a completion (`rollouts/rollouts.py`) and a live teacher
+   scores it (`teachers/scored_rollouts.py`): `SampledTokens` -> `Rollout` -> `PendingRows`. With a
+   table `rollouts`, an engine samples (`rollout_client/rollouts_ahead.py`).
 4. Micro-batches. The learner (`loop/learner.py`) groups the sequences (`data/packing.py`), several
    to a line if the model allows it, but never stored sequences with sampled ones. It waits for the
    rows of one group (`PendingRows` -> `ScoredSequence`) and makes its tensors (`ScoredSequence` ->
@@ -60,7 +60,7 @@ from student_trainer.data.captured_stores import (
 )
 from student_trainer.data.order import permutation
 from student_trainer.data.prompts import ALL_IDS, ModelIds, Prompt, load_prompts
-from student_trainer.loop.method import Method
+from student_trainer.loop.learner import Method
 from student_trainer.losses import Tail
 from student_trainer.methods.offline_steps import (
     Mixture,

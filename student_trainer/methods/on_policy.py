@@ -5,7 +5,7 @@ One step, in order:
 1. Prompts. `PromptSet.of_step` (`data/prompts.py`) selects `train.prompts_per_step` prompts by the
    seed and the step number. Each prompt is repeated `method.rollouts_per_prompt` times. Each of n
    processes takes every n-th of them, starting at its rank.
-2. Rollouts. `HuggingFaceRollouts` (`rollouts/hf.py`) samples one completion for each prompt:
+2. Rollouts. `HuggingFaceRollouts` (`rollouts/rollouts.py`) samples one completion for each prompt:
    `SampledTokens` (`rollouts/sampler.py`) -> `Rollout` (`data/rollout.py`).
 3. Rows. `ScoredRollouts` (`teachers/scored_rollouts.py`) sends each batch of rollouts to the
    teacher service (`teachers/remote.py`) while the next batch is sampled: `Rollout` ->
@@ -46,7 +46,7 @@ from student_trainer.cross_tokenizer.comparison import (
 from student_trainer.cross_tokenizer.objectives import CrossTokenizerObjective
 from student_trainer.cross_tokenizer.teacher import CrossTokenizerTeacher
 from student_trainer.data.prompts import ItemsOfSteps, Prompt, load_prompts
-from student_trainer.loop.method import Method
+from student_trainer.loop.learner import Method
 from student_trainer.loop.step import Step
 from student_trainer.methods.preparation import (
     Inputs,
@@ -67,7 +67,7 @@ from student_trainer.teachers.connections import Connection
 from student_trainer.teachers.remote import RemoteTeacher
 from student_trainer.teachers.scored_rollouts import RolloutsOfSteps, ScoredRollouts
 from student_trainer.teachers.source import PendingRows, TeachersByName, TeacherSource
-from student_trainer.teachers.teacher_input import reads_another_prompt, teacher_prompt
+from student_trainer.teachers.teacher_input import teacher_prompt
 
 
 class OnPolicySteps:
@@ -139,7 +139,7 @@ def prepare(config: OnPolicyJob, inputs: Inputs) -> Preparation:
         seed=config.seed,
         teachers=config.teachers,
         # A teacher may render the messages of a record in its own template, or read more columns.
-        with_fields=config.other_tokenizer or reads_another_prompt(config),
+        with_fields=config.other_tokenizer or config.has_other_teacher_prompt,
         reader=images,
         vision_teachers=[
             name for name, teacher in inputs.teachers.items() if teacher.info.takes_images

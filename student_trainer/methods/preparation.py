@@ -27,14 +27,13 @@ from student_trainer.cross_tokenizer.comparison import (
 from student_trainer.data.captured_stores import TrainingStore
 from student_trainer.data.prompts import ModelIds, Prompt
 from student_trainer.loop.evaluation import Evaluation, HeldOutObjective, TaskEvaluation
-from student_trainer.loop.method import Method
+from student_trainer.loop.learner import Method
 from student_trainer.model.loading import computes_in_bfloat16, load_image_reader, vocabulary
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rewards import Rewards
 from student_trainer.rollout_client.connection import EngineConnection
 from student_trainer.rollout_client.order import SamplingSettings
-from student_trainer.rollouts.hf import HuggingFaceRollouts
-from student_trainer.rollouts.rollouts import Rollouts
+from student_trainer.rollouts.rollouts import HuggingFaceRollouts, Rollouts
 from student_trainer.run.model_checks import check_vocabulary, check_width
 from student_trainer.teachers.connections import Connection
 from student_trainer.teachers.source import PendingRows

@@ -7,9 +7,9 @@ One step, in order:
    part among the processes. A process samples whole groups of `method.rollouts_per_prompt`. With
    `method.dynamic_sampling`, `GroupSampler` (`methods/rl_groups.py`) repeats 1, 2 and 4 for other
    prompts before 3.
-2. Rollouts. `HuggingFaceRollouts` (`rollouts/hf.py`) samples one completion for each prompt; with a
-   table `environment`, `SearchRollouts` (`rollouts/search.py`) samples several turns. With a table
-   `rollouts`, an engine does so (`rollout_client/engine_rollouts.py`):
+2. Rollouts. `HuggingFaceRollouts` (`rollouts/rollouts.py`) samples one completion for each prompt;
+   with a table `environment`, `SearchRollouts` (`rollouts/search.py`) samples several turns. With a
+   table `rollouts`, an engine does so (`rollout_client/engine_rollouts.py`):
    `SampledTokens` (`rollouts/sampler.py`) -> `Rollout` (`data/rollout.py`).
 3. Rows of the first teacher source. `ScoredRollouts` (`teachers/scored_rollouts.py`) requests them
    for each rollout: `Rollout` -> `PendingRows` (`teachers/source.py`). The sources are the teacher
@@ -21,7 +21,7 @@ One step, in order:
    (`critic.py`), which also trains the critic.
 7. Weights. `sequence_weights` (`losses/aggregate.py`) returns the weight of each answer. The
    rollout, its rows, its advantage and its weight become one `PendingRLSequence`.
-8. Log-probs of p_old, the student before the first update (`rollouts/old_policy.py`), for the
+8. Log-probs of p_old, the student before the first update (`OldPolicy`), for the
    policy gradient of the updates after the first one. The updates are repeated
    `method.epochs_per_step` times.
 9. Micro-batches, for each update. The learner (`loop/learner.py`) groups the sequences
@@ -60,7 +60,7 @@ from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
 from student_trainer.environments.retriever import make_retriever
 from student_trainer.loop.evaluation import Evaluation, Samples, TaskEvaluation
-from student_trainer.loop.method import Method, Watch
+from student_trainer.loop.learner import Method, Watch
 from student_trainer.loop.step import Step
 from student_trainer.loop.watches import RewardWatch, StabilityWatch
 from student_trainer.losses.advantages import group_advantages
@@ -74,6 +74,7 @@ from student_trainer.methods.preparation import (
 )
 from student_trainer.methods.rl_groups import GroupSampler
 from student_trainer.methods.rl_parts import (
+    OldPolicy,
     RLMaterial,
     anchor_teacher,
     engine_rollouts,
@@ -87,7 +88,6 @@ from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rewards.rollout_rewards import RolloutRewards, search_metrics
 from student_trainer.rollout_client.connection import EngineConnection
-from student_trainer.rollouts.old_policy import OldPolicy
 from student_trainer.run.model_checks import check_top_k
 from student_trainer.teachers.anchor import Anchor
 from student_trainer.teachers.scored_rollouts import ScoredRollouts

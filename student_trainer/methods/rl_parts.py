@@ -1,14 +1,18 @@
-"""The parts of an RL job: its samplers and its teacher sources. `rl.py` connects them."""
+"""The parts of an RL job: samplers, teacher sources, the old policy. `rl.py` connects them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from accelerate import Accelerator
+from torch import Tensor
 
 from clients.config.rl import RLJob
 from student_trainer.cross_tokenizer.comparison import SpecialTokenPair, build_teacher_input
+from student_trainer.data.batch import Batch
+from student_trainer.data.rollout import Rollout
 from student_trainer.environments.retriever import Retriever
 from student_trainer.methods.preparation import (
     Inputs,
@@ -18,6 +22,7 @@ from student_trainer.methods.preparation import (
 )
 from student_trainer.methods.rl_prompts import RLPrompts, context_prompt
 from student_trainer.model.loading import computes_in_bfloat16
+from student_trainer.parallel.passes import run_passes_over_rollouts
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollout_client.connection import EngineConnection
 from student_trainer.rollout_client.engine_rollouts import EngineRollouts
@@ -152,3 +157,41 @@ def anchor_teacher(
         top_k=max(method.top_k, 1) if own_head else None,
         prompt=context_prompt(config, material.tokenizer, material.max_length),
     )
+
+
+class OldPolicy:
+    """Log-probs of sampled tokens under the student before an update, in the trainer's arithmetic.
+
+    PPO's ratio compares the student with the student before the first update of a step. The
+    log-probs that the sampler recorded cannot replace these: in bfloat16 two programs compute
+    different log-probs with the same weights, and the ratios of full answers would exceed the clips
+    of GSPO.
+    """
+
+    def __init__(
+        self, student: Replicated | Sharded, *, temperature: float, tokens_per_micro_batch: int
+    ) -> None:
+        self._student = student
+        self._temperature = temperature
+        self._tokens_per_micro_batch = tokens_per_micro_batch
+
+    def __call__(self, updates: Sequence[Sequence[Rollout]]) -> list[list[Tensor]]:
+        """Collective. Return log-probs [learned] float32 on the CPU for each rollout, in nats.
+
+        `updates`: the rollouts of each update. Each update has micro-batches of its own, as in the
+        trainer: other micro-batches would round differently. Call it outside `student.gathered()`.
+        """
+        student = self._student
+
+        def logprobs(batch: Batch) -> Tensor:
+            return student.rows(batch, self._temperature)[1].token_logprobs.cpu()
+
+        student.trained.train()  # as in the update
+        logprobs_of_updates = [
+            run_passes_over_rollouts(
+                student, rollouts, logprobs, tokens_per_micro_batch=self._tokens_per_micro_batch
+            )
+            for rollouts in updates
+        ]
+        student.trained.eval()
+        return logprobs_of_updates

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
 from clients.data.images import ImageReader
 from student_trainer.data.prompts import ALL_IDS, ModelIds, Prompt, load_prompts
@@ -95,12 +96,12 @@ class _TaskPrompts:
 
 
 def context_prompt(
-    config: RLJob, tokenizer: Any, max_positions: int | None
+    config: OnPolicyJob | RLJob, tokenizer: Any, max_positions: int | None
 ) -> Callable[[Rollout], Tensor] | None:
     """Return a function that builds the prompt with `anchor.context`; None if the job has none.
 
     `max_positions`: maximum tokens of the model, None without a limit. See `privileged_prompt`.
     """
-    if config.anchor.context is None:
+    if config.anchor_context is None:
         return None
-    return privileged_prompt(config.anchor.context, config.prompt_format, tokenizer, max_positions)
+    return privileged_prompt(config.anchor_context, config.prompt_format, tokenizer, max_positions)

@@ -37,7 +37,7 @@ from clients.preflight.teachers import check_length
 from student_trainer.data.batch import placeholder_rows
 from student_trainer.data.examples import Example, load_examples
 from student_trainer.data.prompts import ItemsOfSteps
-from student_trainer.loop.method import Method
+from student_trainer.loop.learner import Method
 from student_trainer.loop.step import one_update
 from student_trainer.methods.preparation import (
     Inputs,

@@ -1,7 +1,7 @@
 """Operations that all processes call together: reduced numbers and shared errors.
 
 If a process stopped while others are in a collective, they would wait until the time limit of
-`time_limit.py`.
+`time_limit`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,15 @@ from torch.distributed import (  # type: ignore[attr-defined]
     HashStore,
 )
 
+from clients.config.kinds import AnyTraining
 from protos.errors import DistillError, error_of
 from protos.rpc.transport import address_towards
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_START_SECONDS = 600.0
+_BYTES_PER_WEIGHT = 24  # float32: the model, AdamW's moments and an anchor, some of them read twice
+_BYTES_PER_SECOND = 50e6
+_TOKENS_PER_SECOND = 50.0
 
 
 def select_interface() -> None:
@@ -124,3 +129,33 @@ def _share_first_error(accelerator: Accelerator, own_error: DistillError | None)
         bytes(error_bytes.tolist()).decode("utf-8", "ignore").split("\0", 3)
     )
     return error_of(code, message.rstrip("\0"), field=field, hint=hint)
+
+
+def time_limit(config: AnyTraining, weights: int) -> timedelta:
+    """Return how long the processes of a job wait for the slowest one. `weights`: the student's.
+
+    A process that dies is noticed at once; the limit is for a process that hangs. It is longer than
+    everything that one process may do while the others already wait:
+
+        600 s                        start, load of a busy machine
+        + teacher.patience_seconds   no answer of the teacher
+        + 4 * environment.max_turns * environment.timeout_seconds
+                                     no answer of the retriever, asked up to four times
+        + rollouts.patience_seconds  no answer of the rollout engine
+        + 24 B * weights / 50 MB/s   reading, verifying and writing a checkpoint
+        + tokens / 50 per second     sampling all tokens of this process's answers
+        + rewards                    this process's answers, one after the other, each scored for as
+                                     long as `reward.timeout_seconds` allows
+    """
+    answers = max(config.sequences_per_step, config.answers_per_evaluation) / config.processes
+    seconds = _START_SECONDS + _BYTES_PER_WEIGHT * weights / _BYTES_PER_SECOND
+    seconds += answers * config.method.max_new_tokens / _TOKENS_PER_SECOND
+    if config.search is not None:
+        seconds += 4 * config.search.max_turns * config.search.timeout_seconds
+    if config.teacher_link is not None:
+        seconds += config.teacher_link.patience_seconds
+    if config.rollout_engine is not None:
+        seconds += config.rollout_engine.patience_seconds
+    if config.reward_table is not None:
+        seconds += answers * config.reward_table.timeout_seconds
+    return timedelta(seconds=seconds)

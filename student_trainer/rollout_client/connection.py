@@ -27,14 +27,14 @@ from student_trainer.rollout_client.engine_rollouts import (
     EngineSearch,
     SingleTurnRollouts,
 )
+from student_trainer.rollout_client.failed_orders import fail_when_lost
 from student_trainer.rollout_client.local_services import RolloutServices
-from student_trainer.rollout_client.lost_services import fail_when_lost
 from student_trainer.rollout_client.order import SamplingSettings, WeightsVersion
 from student_trainer.rollout_client.placed_services import PlacedServices
 from student_trainer.rollout_client.rollouts_ahead import RolloutsAhead
-from student_trainer.rollout_client.weights.channel import WeightChannel
-from student_trainer.rollout_client.weights.file_channel import (
+from student_trainer.rollout_client.weight_channel import (
     FileChannel,
+    WeightChannel,
     choose_snapshot_root,
     snapshot_bytes,
 )

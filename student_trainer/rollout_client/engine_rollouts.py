@@ -22,7 +22,7 @@ from student_trainer.rollout_client.order import (
     WeightsVersion,
 )
 from student_trainer.rollout_client.wire import MAX_TOKENS
-from student_trainer.rollouts.hf import build_rollout
+from student_trainer.rollouts.rollouts import build_rollout
 from student_trainer.rollouts.sampler import SampledTokens
 from student_trainer.rollouts.search import MARKS, SearchConversations, SearchTurn
 

@@ -45,7 +45,7 @@ from student_trainer.rollout_client.stored_sequences import (
     file_name,
     read_rollouts,
 )
-from student_trainer.rollout_client.weights.channel import WeightChannel
+from student_trainer.rollout_client.weight_channel import WeightChannel
 from student_trainer.teachers.scored_rollouts import PromptsOfStep
 from student_trainer.teachers.source import PendingRows, TeacherSource, resolved
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from protos.program.logs import LogFormat, LogLevel, start_logging
@@ -27,7 +29,47 @@ from protos.program.options import (
 )
 from protos.program.startup import errors_as_exit, require_packages, set_threads
 from student_trainer.parallel import launcher
-from student_trainer.rollout_service import options
+
+EngineOption = Annotated[str, typer.Option(help="Engine that samples: hf (transformers) or vllm.")]
+DtypeOption = Annotated[
+    str,
+    typer.Option(
+        help="Dtype of the computation, as student.dtype of the job: float32, bfloat16, or auto"
+        " (bfloat16 on a GPU that has it)."
+    ),
+]
+LoraRankOption = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Rank of the student's adapters, student.lora.rank of the job: only the adapters are"
+        " loaded again and again. Default: all weights are, with the adapters merged into them.",
+    ),
+]
+MaxBatchTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Largest number of tokens of a step of the engine (vllm). Default: 16384. With hf,"
+        " each order has its own.",
+    ),
+]
+SleepOption = Annotated[
+    bool,
+    typer.Option(
+        "--sleep",
+        help="Free the memory of the GPUs while the trainer learns (vllm, on the trainer's GPUs,"
+        " with rollouts.lag = 0).",
+    ),
+]
+RevisionOption = Annotated[str | None, typer.Option(help="Commit of the hub id.")]
+EndWithParentOption = Annotated[
+    int | None,
+    typer.Option(
+        hidden=True, metavar="PID", help="End when this process ends, which has started this one."
+    ),
+]
+
 
 # Packages of the extra [train] that a machine needs that only samples.
 _PACKAGES = ("accelerate", "safetensors", "torch", "transformers")
@@ -50,21 +92,21 @@ def rollouts(
     tls_key: TlsKeyOption = None,
     tls_client_ca: TlsClientCaOption = None,
     insecure: InsecureOption = False,
-    revision: options.RevisionOption = None,
-    engine: options.EngineOption = "hf",
-    dtype: options.DtypeOption = "auto",
-    lora_rank: options.LoraRankOption = 0,
+    revision: RevisionOption = None,
+    engine: EngineOption = "hf",
+    dtype: DtypeOption = "auto",
+    lora_rank: LoraRankOption = 0,
     device: DeviceOption = "auto",
-    max_batch_tokens: options.MaxBatchTokensOption = None,
+    max_batch_tokens: MaxBatchTokensOption = None,
     tensor_parallel_size: TensorParallelSizeOption = 1,
     gpu_memory_share: GpuMemoryShareOption = 0.9,
-    sleep: options.SleepOption = False,
+    sleep: SleepOption = False,
     threads: ThreadsOption = None,
     metrics_port: MetricsPortOption = 0,
     metrics_host: MetricsHostOption = "127.0.0.1",
     log_format: LogFormatOption = LogFormat.TEXT,
     log_level: LogLevelOption = LogLevel.INFO,
-    end_with_parent: options.EndWithParentOption = None,
+    end_with_parent: EndWithParentOption = None,
     version: VersionOption = False,
 ) -> None:
     """Sample rollouts for trainers, with the weights that they save."""

@@ -1,14 +1,17 @@
-"""The interface of the samplers of rollouts."""
+"""Rollouts: the interface of their samplers, and one completion per prompt with transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
 
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
 from student_trainer.parallel.sharding import Replicated, Sharded
+from student_trainer.rollouts.sampler import SampledTokens, Sampler, rollout_noise
 
 
 class Rollouts(Protocol):
@@ -34,3 +37,103 @@ def sampling_context(
 ) -> AbstractContextManager[None]:
     """Collective. Return the context of `generate`: weights are gathered for this process only."""
     return student.gathered() if rollouts.in_process else nullcontext()
+
+
+class HuggingFaceRollouts:
+    """Samples one completion per prompt.
+
+    Each rollout has its own stream of random numbers, fixed by the seed and the rollout number.
+    Apart from rounding in the model, a completion does not depend on its batch or process.
+    """
+
+    in_process = True
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        top_k: int,
+        temperature: float,
+        max_new_tokens: int,
+        batch_tokens: int,
+        draws: int = 0,
+        vocab_size: int | None = None,
+        bf16: bool = False,
+        never: int | None = None,
+        equal_lengths: bool = False,
+    ) -> None:
+        """Set up the sampler.
+
+        `model`: a transformers causal LM. `top_k`: head ids to record per token, may be 0.
+        `max_new_tokens`: limit of a completion. `batch_tokens`: maximum tokens of a batch, with
+        padding. `draws`: ids per token to draw from the tail; greedy rollouts have none.
+        `vocab_size`: sample from the first `vocab_size` ids; None: from all. `bf16`: compute in
+        bfloat16. `never`: an id that is not sampled (the placeholder of images). `equal_lengths`:
+        see `Sampler`.
+        """
+        self._sampler = Sampler(
+            model,
+            tokenizer,
+            top_k=top_k,
+            temperature=temperature,
+            draws=draws,
+            vocab_size=vocab_size,
+            bf16=bf16,
+            never=never,
+            equal_lengths=equal_lengths,
+        )
+        self._max_new_tokens = max_new_tokens
+        self._batch_tokens = batch_tokens
+
+    def generate(
+        self, prompts: Sequence[Prompt], numbers: Sequence[int], *, seed: int, greedy: bool = False
+    ) -> Iterator[list[Rollout]]:
+        """Yield one rollout per prompt; see `Rollouts.generate`."""
+        max_tokens = self._max_new_tokens
+        for batch in batches(
+            [len(prompt.ids) for prompt in prompts], max_tokens, self._batch_tokens
+        ):
+            noise = draw_noise = None
+            if not greedy:
+                noise = [rollout_noise(number, seed, max_tokens) for number in numbers[batch]]
+                draw_noise = [
+                    rollout_noise(number, seed, max_tokens, draws=True) for number in numbers[batch]
+                ]
+            before = [torch.from_numpy(prompt.ids).long() for prompt in prompts[batch]]
+            limits = [max_tokens] * len(before)
+            images = [prompt.images for prompt in prompts[batch]]
+            completions = self._sampler.write(
+                before, limits, noise, draw_noise=draw_noise, images=images
+            )
+            yield [build_rollout(*pair) for pair in zip(prompts[batch], completions, strict=True)]
+
+
+def batches(lengths: Sequence[int], max_new_tokens: int, batch_tokens: int) -> Iterator[slice]:
+    """Yield slices of sequences to sample together, in at most `batch_tokens` tokens with padding.
+
+    `lengths`: tokens of each sequence before the sampled ones. A slice has at least one sequence,
+    even if that exceeds `batch_tokens`.
+    """
+    longest = max(lengths, default=0) + max_new_tokens
+    size = max(1, batch_tokens // longest)
+    return (slice(first, first + size) for first in range(0, len(lengths), size))
+
+
+def build_rollout(prompt: Prompt, completion: SampledTokens) -> Rollout:
+    """Return the rollout of a prompt and the tokens that were sampled after it."""
+    return Rollout(
+        token_ids=torch.cat([torch.from_numpy(prompt.ids).long(), completion.token_ids]),
+        start=len(prompt.ids),
+        head_ids=completion.head_ids,
+        token_logprobs=completion.token_logprobs,
+        truncated=not completion.ended,
+        draws=completion.draws,
+        answer=prompt.answer,
+        teacher=prompt.teacher,
+        fields=prompt.fields,
+        text=prompt.text,
+        weight=prompt.weight,
+        versions=completion.versions,
+        images=prompt.images,
+    )

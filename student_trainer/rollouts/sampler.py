@@ -17,7 +17,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from clients.data.models.rope_switch import rope_switch
+from clients.data.models.shape import rope_switch
 from clients.data.tokens.answers import end_ids
 from student_trainer.data.images import SequenceImages, image_inputs
 from student_trainer.data.rollout import TailDraws

@@ -11,12 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clients.config.kinds import AnyTraining
-from clients.config.on_policy import OnPolicyJob
-from clients.config.rl import RLJob
 from clients.data.prompt_format import PromptFormat, default_template
 from protos.errors import InvalidInput
 from student_trainer.teachers.connections import Connection
-from student_trainer.teachers.teacher_input import reads_another_prompt
 
 log = logging.getLogger(__name__)
 
@@ -38,17 +35,17 @@ def choose_chat_template(
     if config.student.chat_template == "teacher":
         tokenizer.chat_template = _template_of_teachers(teachers)
         return
-    if not isinstance(config, OnPolicyJob | RLJob) or reads_another_prompt(config):
+    prompt_format = config.prompt_format
+    if config.row_request is None or prompt_format is None or not prompt_format.chat_template:
         return
-    is_one_tokenizer = config.teacher is None or config.teacher.tokenizer == "same"
-    if not is_one_tokenizer or not config.prompt_format.chat_template:
+    if config.other_tokenizer or config.has_other_teacher_prompt:
         return
     for teacher in teachers.values():
         template = teacher.info.chat_template
         difference = (
             None
             if template is None
-            else find_difference(tokenizer, template, config.prompt_format, teacher.label)
+            else find_difference(tokenizer, template, prompt_format, teacher.label)
         )
         if difference is not None:
             log.warning(

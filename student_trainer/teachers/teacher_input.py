@@ -60,12 +60,6 @@ class TeacherInput:
         return np.argsort(self.ids).astype(np.int32)
 
 
-def reads_another_prompt(config: OnPolicyJob | RLJob) -> bool:
-    """Return whether a teacher with the student's tokenizer reads another prompt."""
-    arguments = None if config.teacher is None else config.teacher.template_arguments
-    return bool(config.teacher_context) or arguments is not None
-
-
 def teacher_prompt(
     config: OnPolicyJob | RLJob, tokenizer: Any, max_length: int | None = None
 ) -> Callable[[Rollout], Tensor]:

@@ -16,7 +16,7 @@ from student_trainer.data.prompts import load_prompts
 from student_trainer.loop.evaluation import greedy_answers
 from student_trainer.model.loading import load_model, load_tokenizer
 from student_trainer.rewards.sample import exact_match
-from student_trainer.rollouts.hf import HuggingFaceRollouts
+from student_trainer.rollouts.rollouts import HuggingFaceRollouts
 
 
 def accuracy(model_path: str, data: DataConfig, *, prompts: int, max_new_tokens: int) -> float:

@@ -1,4 +1,4 @@
-"""Builds the metadata of a captured store; `clients/store/facts.py` documents each key."""
+"""Builds the metadata of a captured store; `clients/store/manifest.py` documents each key."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import xxhash
 
 from clients.config.capture import CaptureData, CaptureJob
-from clients.store.facts import PART, SEQUENCES
+from clients.store.manifest import PART, SEQUENCES
 from teacher_service.capture.plan import CapturePlan
 from teacher_service.capture.teacher import TeacherFacts
 

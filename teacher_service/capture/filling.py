@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from clients.runs.directory import Verdict
-from clients.store.facts import key_of
+from clients.store.manifest import key_of
 from clients.store.shards import StoredRows
 from clients.store.writer import StoreWriter
 from protos.errors import DistillError, InternalFault

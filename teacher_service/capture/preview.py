@@ -13,7 +13,6 @@ from itertools import islice
 from typing import Any
 
 from clients.config.capture import CaptureData, CaptureJob
-from clients.config.kinds import parse_job
 from clients.data.preview import (
     SHOWN,
     SURVEY,
@@ -101,9 +100,7 @@ def main() -> int:
     logging.basicConfig(level=logging.ERROR)
 
     def work() -> str:
-        job = parse_job(sys.stdin.read())
-        assert isinstance(job, CaptureJob), "the command chooses the program"
-        job = files_on_disk(job)
+        job = files_on_disk(CaptureJob.model_validate_json(sys.stdin.read()))
         return preview_of(job, load_tokenizer(job), shown).to_json()
 
     return print_reply(work)

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from clients.data.models.rope_switch import rope_switch
+from clients.data.models.shape import rope_switch
 from clients.data.tokens.tokenizer import default_template_in
 from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import DistillError, InvalidInput, WrongState
@@ -42,14 +42,17 @@ from teacher_service.models.files import (
 )
 from teacher_service.models.load_progress import LoadProgress
 from teacher_service.models.loading import (
+    OPTION,
+    Memory,
     build_not_linear_error,
     find_body,
+    load_head_weights,
     load_image_reader,
     load_model,
     load_vocabulary,
+    log_placement,
     max_length_of,
 )
-from teacher_service.models.placement import OPTION, Memory, load_head_weights, log_placement
 
 
 class HfEngine:

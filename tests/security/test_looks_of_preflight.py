@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from clients.config.offline import OfflineJob
-from clients.data.regular_file import read_document
+from clients.data.outside import read_document
 from clients.data.tokens.tokenizer import chat_templates_in, tokens_in
 from clients.preflight.disk import parameters_of
 from clients.store.captured_store import captured_store_of

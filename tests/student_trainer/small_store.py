@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from clients.data.tokens.tokenizer import tokens_of
-from clients.store.facts import PART, SEQUENCES, UNSPLIT, key_of
+from clients.store.manifest import PART, SEQUENCES, UNSPLIT, key_of
 from clients.store.store import LogitStore, StoredRows
 from clients.teacher.query import tokenizer_fingerprint
 from protos.rows.codec import RowBlock, encode_rows

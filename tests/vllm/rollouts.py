@@ -27,7 +27,7 @@ from student_trainer.rollout_client.order import (
     SequenceRequest,
     WeightsVersion,
 )
-from student_trainer.rollout_client.weights.snapshot import Probe, seal
+from student_trainer.rollout_client.snapshot import Probe, seal
 from student_trainer.rollout_service.engines.vllm import VllmRolloutEngine
 from student_trainer.rollouts.sampler import SampledTokens, Sampler, rollout_noise
 from tests.vllm.model import VOCAB_SIZE, save_model

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from clients.config.exam import ExamConfig
+from clients.config.evaluation import ExamConfig
 from clients.config.tables.data import DataConfig
 from clients.config.tables.reward import RewardConfig
 from protos.rpc.ports import free_ports

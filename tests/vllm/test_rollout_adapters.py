@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from protos.errors import Corrupt, InvalidInput
-from student_trainer.rollout_client.weights.snapshot import seal
+from student_trainer.rollout_client.snapshot import seal
 from student_trainer.rollout_service.engines.vllm import VllmRolloutEngine
 
 pytestmark = [

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from protos.errors import Corrupt, WrongState
 from student_trainer.rollout_client.order import InFlight, Order, SequenceRequest, WeightsVersion
-from student_trainer.rollout_client.weights.snapshot import Probe, seal
+from student_trainer.rollout_client.snapshot import Probe, seal
 from student_trainer.rollout_service.engines.vllm_running import RunningOrder
 from student_trainer.rollouts.sampler import SampledTokens
 

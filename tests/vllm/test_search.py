@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from student_trainer.rollout_client.order import WeightsVersion
-from student_trainer.rollout_client.weights.snapshot import seal
+from student_trainer.rollout_client.snapshot import seal
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="make test-vllm has vllm"),

@@ -56,8 +56,7 @@ def schema(
     ] = None,
 ) -> None:
     """Print the JSON Schema of job files, for editors."""
-    from clients.config.kinds import KINDS
-    from clients.config.schema import schema_of
+    from clients.config.kinds import KINDS, schema_of
 
     kinds = [KINDS[method]] if method else [*KINDS.values()]
     print(json.dumps(schema_of(kinds), indent=2))

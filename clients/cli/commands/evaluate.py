@@ -20,7 +20,7 @@ from protos.errors import ExitCode, InvalidInput, NotFound
 from protos.extras import require_extra
 
 if TYPE_CHECKING:
-    from clients.config.exam import ExamConfig
+    from clients.config.evaluation import ExamConfig
 
 # A model's display name is a directory name and a table cell.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]*")
@@ -206,7 +206,7 @@ def _parse_tables(reward: str, data: str, sets: Sequence[str]) -> dict[str, Any]
 def _validate_config(values: Mapping[str, Any]) -> ExamConfig:
     from pydantic import ValidationError
 
-    from clients.config.exam import ExamConfig
+    from clients.config.evaluation import ExamConfig
     from clients.config.problems import describe
 
     try:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from clients.cli.chosen_jobs import (
+    CANCELLABLE,
+    RESUMABLE,
     AllOption,
     Choice,
     LabelOption,
@@ -23,7 +25,6 @@ from clients.cli.chosen_jobs import (
 from clients.cli.output import Output
 from clients.cli.settings import JobArgument, JobsArgument, SetOption, settings_of
 from clients.jobs.job import TERMINAL, Job, JobState
-from clients.jobs.selection import CANCELLABLE, RESUMABLE
 from clients.jobs.view import duration, kl_of
 from protos.errors import DistillError, InvalidInput, Unavailable
 from protos.program.logs import plain

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, WithJsonSchema
 
-from clients.config.unused import refusal
+from clients.config.tables.common import refusal
 
 
 def _parse_names(value: Any) -> tuple[str, ...]:

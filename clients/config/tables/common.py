@@ -1,21 +1,24 @@
-"""Tables and types that several methods share.
+"""Tables and types that several methods share, and the rules of keys that have no effect.
 
 The string under each field is its description in docs/reference.md and `distill config schema`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     PlainValidator,
+    ValidationError,
     ValidationInfo,
     WithJsonSchema,
     field_validator,
 )
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from clients.data.object_urls import is_object_url, place_of
 
@@ -110,6 +113,13 @@ class LoraConfig(Table):
         Adapters do not contain a fully trained head, and vLLM limits the rank.
         """
         return 0 if self.train_head or self.rank > _MAX_LORA_RANK else self.rank
+
+
+class EvaluatedModel(Table):
+    """The model to evaluate. Its anchor is also evaluated, if its directory contains one."""
+
+    model: Name
+    """Hugging Face directory or hub id; or `@JOB/export`, the model of another job."""
 
 
 class StudentConfig(Table):
@@ -317,3 +327,48 @@ class ResourcesConfig(Table):
     """GPUs reserved for this job. Default: one per process, plus the GPUs of `rollouts.gpus`."""
     cpus: Annotated[int, Field(ge=1, le=4096)] | None = None
     """CPU threads of all processes together; default: the server's `--threads-per-job`."""
+
+
+Job = TypeVar("Job", bound=BaseModel)
+# Whether the job uses the keys, the keys separated by spaces, and the hint of the error.
+Rule = tuple[bool, str, str]
+
+
+def refuse_unused(job: Job, rules: Iterable[Rule]) -> Job:
+    """Return `job`. Raises ValidationError with an error at each key that is set but not used.
+
+    A key counts as set if its value is not its default: a resolved job contains every key, so an
+    explicit default cannot be distinguished from an implicit default.
+    """
+    errors: list[InitErrorDetails] = []
+    for is_used, keys, remedy in rules:
+        for key in () if is_used else keys.split():
+            path = tuple(key.split("."))
+            value, default = _value_and_default(job, path)
+            if value != default:
+                problem = PydanticCustomError("unused_key", f"has no effect: {remedy}")
+                errors.append(InitErrorDetails(type=problem, loc=path, input=value))
+    if errors:
+        raise ValidationError.from_exception_data(type(job).__name__, errors)
+    return job
+
+
+def refusal(job: BaseModel, key: str, problem: str) -> ValidationError:
+    """Return an error at a key of `job`; dots separate the parts of the key."""
+    path = tuple(key.split("."))
+    value, _ = _value_and_default(job, path)
+    refused_error = PydanticCustomError("refused_key", problem)
+    details = InitErrorDetails(type=refused_error, loc=path, input=value)
+    return ValidationError.from_exception_data(type(job).__name__, [details])
+
+
+def _value_and_default(job: BaseModel, path: tuple[str, ...]) -> tuple[object, object]:
+    """Return the value of a key and its default; (None, None) if its table is missing."""
+    *tables, name = path
+    table: BaseModel | None = job
+    for inner in tables:
+        table = getattr(table, inner, None)
+    if table is None or name not in type(table).model_fields:
+        return None, None
+    field = type(table).model_fields[name]
+    return getattr(table, name), field.get_default(call_default_factory=True)

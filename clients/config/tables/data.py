@@ -8,8 +8,7 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field, field_validator
 
-from clients.config.tables.common import Name, Table
-from clients.config.unused import Rule
+from clients.config.tables.common import Name, Rule, Table
 from clients.data.conversation import columns_named
 from clients.data.prompt_format import PromptFormat
 

@@ -7,33 +7,61 @@ method. The class of a method overrides the defaults. Properties are not keys of
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Self, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from clients.config.tables.after import After, check_outputs
 from clients.config.tables.common import (
     CheckpointConfig,
     Count,
     EvalConfig,
+    EvaluatedModel,
     ExportConfig,
     ResourcesConfig,
     StudentConfig,
     Table,
     TrackConfig,
     TrainConfig,
+    refusal,
 )
 from clients.config.tables.data import DataConfig, DataFile
 from clients.config.tables.environment import SearchConfig
-from clients.config.tables.labels import Labels
 from clients.config.tables.reward import RewardConfig
 from clients.config.tables.rollouts import RolloutsConfig
 from clients.config.tables.teacher import RowRequest, TeacherLink
-from clients.config.unused import refusal
 from clients.data.object_urls import is_object_url
 from clients.data.prompt_format import PromptFormat
+
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}"
+_MAX_LABELS, _MAX_CHARS = 32, 200
+
+
+def _parse_labels(value: Any) -> dict[str, str]:
+    """Return the labels as texts. As a number, 1.10 would become 1.1."""
+    if not isinstance(value, dict):
+        raise ValueError("must be a table of names and texts")
+    if len(value) > _MAX_LABELS:
+        raise ValueError(f"must have at most {_MAX_LABELS} labels")
+    for name, text in value.items():
+        if not re.fullmatch(_NAME, name):
+            raise ValueError(f"{name!r} is no name of a label: up to 63 of A-Z a-z 0-9 . _ / -")
+        if not isinstance(text, str) or not 0 < len(text) <= _MAX_CHARS:
+            raise ValueError(
+                f"label {name!r} must be a text of 1 to {_MAX_CHARS} characters, in quotes"
+            )
+    return dict(value)
+
+
+Labels = Annotated[
+    dict[str, str],
+    PlainValidator(_parse_labels),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}}),
+]
+
 
 # An extra of the package, what needs it, and the key that asks for it.
 Extra: TypeAlias = tuple[str, str, str]
@@ -84,6 +112,11 @@ class JobConfig(Table):
         return None
 
     @property
+    def answering_student(self) -> StudentConfig | EvaluatedModel | None:
+        """The model that the job trains or evaluates; None: neither."""
+        return self.trained_student
+
+    @property
     def teacher_link(self) -> TeacherLink | None:
         """The table `teacher`, or None."""
         teacher: TeacherLink | None = getattr(self, "teacher", None)
@@ -109,6 +142,22 @@ class JobConfig(Table):
     def other_tokenizer(self) -> bool:
         """Whether the teacher may have another tokenizer than the student."""
         return getattr(self.teacher_link, "tokenizer", "same") != "same"
+
+    @property
+    def teacher_context(self) -> str:
+        """Text that only the teacher of the student's rollouts reads, before the prompt."""
+        return ""
+
+    @property
+    def has_other_teacher_prompt(self) -> bool:
+        """Whether a teacher with the student's tokenizer reads another prompt."""
+        arguments = getattr(self.teacher_link, "template_arguments", None)
+        return bool(self.teacher_context) or arguments is not None
+
+    @property
+    def anchor_context(self) -> str | None:
+        """Text that only the anchor reads, before the prompt."""
+        return None
 
     @property
     def rollout_engine(self) -> RolloutsConfig | None:

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from clients.config.tables.common import Address, Count, Table
-from clients.config.unused import Rule
+from clients.config.tables.common import Address, Count, Rule, Table
 
 
 class RolloutsConfig(Table):

@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from clients.config.tables.common import Address, Count, Name, Table, TailDraws
+from clients.config.tables.common import Address, Count, Name, Rule, Table, TailDraws
 from clients.config.tables.data import checked_arguments
-from clients.config.unused import Rule
 
 
 class TeacherLink(Table):

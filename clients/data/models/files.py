@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clients.data.regular_file import read_document
+from clients.data.outside import read_document
 from protos.errors import InvalidInput
 
 log = logging.getLogger(__name__)

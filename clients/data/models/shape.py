@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clients.data.models.files import read_object, use_caches_if_away
-from clients.data.regular_file import read_document
+from clients.data.outside import read_document
 from protos.errors import InvalidInput
 
 FIELD = "student.model"
@@ -182,3 +182,28 @@ def read_shape(model: str, revision: str | None = None) -> tuple[ModelShape, Pat
     """Return the sizes of a model and the directory of its config.json; see `config_file`."""
     file = config_file(model, revision)
     return shape_of(read_object(file, FIELD)), file.parent
+
+
+def rope_switch(config: Any) -> int | None:
+    """Return the largest number of tokens for which a model uses its short rotary factors.
+
+    A model with LongRoPE (Ding et al., arXiv 2402.13753), such as Phi-3.5, has two sets of rotary
+    factors; longer sequences have the long ones. transformers takes the set of a whole batch from
+    its longest sequence, vLLM from the longest sequence that it accepts. `config`: the
+    configuration of the text model, of transformers. Returns None if the length changes nothing:
+    the model has no LongRoPE, or its two sets are equal.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    layer_parameters = [value for value in parameters.values() if isinstance(value, Mapping)]
+    switches = [
+        int(rope["original_max_position_embeddings"])
+        for rope in layer_parameters or [parameters]
+        if rope.get("rope_type") == "longrope" and _has_two_sets(rope)
+    ]
+    return min(switches, default=None)
+
+
+def _has_two_sets(rope: Mapping[str, Any]) -> bool:
+    return any(
+        rope.get(f"short_{name}") != rope.get(f"long_{name}") for name in ("factor", "mscale")
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from clients.data.models.files import TEMPLATES
-from clients.data.regular_file import open_regular, read_document
+from clients.data.outside import open_regular, read_document
 
 
 def tokens_of(tokenizer: Any) -> list[str]:

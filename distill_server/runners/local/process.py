@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clients.data.regular_file import open_regular
+from clients.data.outside import open_regular
 
 MARK = "DISTILL_ATTEMPT_MARK"
 

@@ -20,14 +20,14 @@ from protos.rpc.failpoints import failpoint
 from student_trainer.model.loading import computes_in_bfloat16, load_model, load_tokenizer
 from student_trainer.model.lora import has_adapters, load_adapters, scale_adapters
 from student_trainer.rollout_client.order import Order, SequenceRequest, WeightsVersion
-from student_trainer.rollout_client.weights.snapshot import verify
+from student_trainer.rollout_client.snapshot import verify
 from student_trainer.rollout_service.engines.base import RolloutEngineInfo
 from student_trainer.rollout_service.engines.student_model import (
     open_version,
     snapshot_shapes,
     student_config,
 )
-from student_trainer.rollouts.hf import batches
+from student_trainer.rollouts.rollouts import batches
 from student_trainer.rollouts.sampler import Marks, SampledTokens, Sampler, rollout_noise
 from student_trainer.rollouts.sampling_probe import probe_sampling
 

@@ -11,7 +11,7 @@ from protos.errors import Corrupt, InvalidInput
 from student_trainer.checkpoints.export import published_shapes
 from student_trainer.model.lora import adapter_key, has_adapters, trainable_weights
 from student_trainer.rollout_client.order import WeightsVersion
-from student_trainer.rollout_client.weights.snapshot import Snapshot, open_snapshot
+from student_trainer.rollout_client.snapshot import Snapshot, open_snapshot
 
 _OTHER_MODEL = "start the rollout service with the --model and --lora-rank of the student"
 

@@ -28,7 +28,7 @@ from protos.vllm_processes import SHUTDOWN_SECONDS, DeathWatch, require_vllm
 from student_trainer.model.loading import computes_in_bfloat16, load_config, load_tokenizer
 from student_trainer.model.lora import add_adapters
 from student_trainer.rollout_client.order import Order, WeightsVersion
-from student_trainer.rollout_client.weights.snapshot import Snapshot, verify
+from student_trainer.rollout_client.snapshot import Snapshot, verify
 from student_trainer.rollout_service.engines.base import RolloutEngineInfo
 from student_trainer.rollout_service.engines.student_model import (
     open_version,

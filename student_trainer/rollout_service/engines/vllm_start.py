@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from clients.data.models.rope_switch import rope_switch
+from clients.data.models.shape import rope_switch
 from protos.errors import InvalidInput
 from protos.vllm_processes import executor, set_environment, stdout_on_stderr
 

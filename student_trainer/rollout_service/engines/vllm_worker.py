@@ -27,7 +27,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from protos.rpc.failpoints import failpoint
 from protos.vllm_processes import die_with
-from student_trainer.rollout_client.weights.snapshot import Snapshot
+from student_trainer.rollout_client.snapshot import Snapshot
 from student_trainer.rollout_service.engines.vllm_orders import WorkerOrders
 from student_trainer.rollout_service.engines.vllm_wire import ADAPTERS
 from student_trainer.rollouts.sample_step import sample_step

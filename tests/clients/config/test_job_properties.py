@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from clients.config.kinds import KINDS, AnyJob, parse_job
-from clients.config.schema import schema_of
+from clients.config.kinds import KINDS, AnyJob, parse_job, schema_of
 from clients.config.tables.job import JobConfig, TrainingJob
 
 STUDENT, PROMPTS = {"model": "m"}, {"path": "x.jsonl"}

@@ -10,8 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from clients.config.kinds import KINDS
-from clients.config.schema import schema_of
+from clients.config.kinds import KINDS, schema_of
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted([*ROOT.glob("deploy/jobs/*.toml"), *ROOT.glob("examples/*.toml")])

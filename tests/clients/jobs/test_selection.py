@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 import pytest
 
+from clients.cli.chosen_jobs import jobs_in
 from clients.jobs.client import DistillClient
 from clients.jobs.job import JobState
-from clients.jobs.selection import jobs_in
 from protos import distill_pb2 as pb
 from protos import distill_pb2_grpc
 from protos.errors import WrongState

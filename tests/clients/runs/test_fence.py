@@ -13,7 +13,7 @@ from clients.runs.directory import RunDirectory
 from clients.runs.fence import VARIABLE, raise_fence, require_unfenced
 from clients.runs.metrics_file import MetricsLog
 from clients.runs.progress import Progress
-from clients.store.facts import key_of
+from clients.store.manifest import key_of
 from clients.store.shards import StoredRows
 from distill_server.runners.interface import Exited
 from distill_server.runners.local.runner import LocalRunner

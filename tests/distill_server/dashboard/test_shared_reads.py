@@ -13,8 +13,7 @@ import pytest
 from clients.runs.directory import RunDirectory
 from distill_server.dashboard import job_details
 from distill_server.dashboard.job_details import checkpoints_of
-from distill_server.dashboard.shared_reads import SharedReads
-from distill_server.jobs.run_files import RunFiles
+from distill_server.jobs.run_files import RunFiles, SharedReads
 from protos.errors import Unavailable
 from tests.distill_server.conftest import eventually
 from tests.distill_server.dashboard.site import Site

@@ -14,7 +14,7 @@ import pytest
 
 from protos.errors import Corrupt, InvalidInput, Unavailable
 from protos.rpc import web_client
-from protos.rpc.backoff import backoff
+from protos.rpc.transport import backoff
 from protos.rpc.web_client import WebAnswer, WebClient, find_proxy, parse_web_address
 
 PROXY_VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from clients.config.evaluation import EvalMethod
-from clients.config.exam import ExamConfig
+from clients.config.evaluation import EvalMethod, ExamConfig
 from clients.config.tables.data import DataConfig
 from clients.config.tables.reward import RewardConfig
 from tests.student_trainer import tiny

@@ -1,6 +1,6 @@
 """Means of metrics: only gradient_sd is the root of a mean."""
 
-from student_trainer.loop.step_metrics import compute_means
+from student_trainer.loop.step import compute_means
 
 
 def test_only_gradient_sd_is_a_root() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from student_trainer.losses import exact_kl, rows_from_logits, topk_kl
-from student_trainer.losses.noise import draw_noise
+from student_trainer.losses.topk import draw_noise
 
 
 def make_logits(vocab, k, *, on_policy, seed=0):

@@ -17,7 +17,7 @@ from protos.errors import Corrupt, InvalidInput
 from student_trainer.checkpoints.copies import RunCopies
 from student_trainer.data.prompts import load_prompts
 from student_trainer.loop.evaluation import Evaluation, TaskEvaluation
-from student_trainer.loop.method import Method
+from student_trainer.loop.learner import Method
 from student_trainer.loop.trainer import Trainer
 from student_trainer.losses import exact_kl
 from student_trainer.methods.on_policy import OnPolicySteps, prepare
@@ -26,7 +26,7 @@ from student_trainer.model.loading import load_model, load_tokenizer
 from student_trainer.model.student import Student
 from student_trainer.objectives.distillation import DistillationObjective
 from student_trainer.parallel.sharding import Replicated
-from student_trainer.rollouts.hf import HuggingFaceRollouts
+from student_trainer.rollouts.rollouts import HuggingFaceRollouts
 from student_trainer.run.metrics import open_metrics
 from student_trainer.teachers.scored_rollouts import ScoredRollouts
 from tests.student_trainer import tiny

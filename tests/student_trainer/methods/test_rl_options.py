@@ -17,7 +17,7 @@ from student_trainer.loop.evaluation import Samples, TaskEvaluation
 from student_trainer.loop.step import Step
 from student_trainer.loop.trainer import Trainer
 from student_trainer.methods.rl import PendingRLSequence
-from student_trainer.rollouts.hf import HuggingFaceRollouts
+from student_trainer.rollouts.rollouts import HuggingFaceRollouts
 from tests.student_trainer import tiny
 from tests.student_trainer.methods.test_rl import (
     HOT,

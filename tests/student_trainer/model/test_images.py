@@ -20,7 +20,7 @@ from student_trainer.data.rollout import Rollout
 from student_trainer.losses import Rows
 from student_trainer.model.loading import load_image_reader, load_model
 from student_trainer.model.student import Student
-from student_trainer.rollouts.hf import HuggingFaceRollouts
+from student_trainer.rollouts.rollouts import HuggingFaceRollouts
 from tests import tiny_vision
 from tests.student_trainer import tiny
 

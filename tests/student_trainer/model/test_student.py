@@ -20,7 +20,7 @@ from student_trainer.model.loading import load_config, load_model, load_tokenize
 from student_trainer.model.probes import find_logit_map
 from student_trainer.model.student import Student
 from student_trainer.objectives.distillation import DistillationObjective, distillation_loss
-from student_trainer.rollouts.hf import HuggingFaceRollouts
+from student_trainer.rollouts.rollouts import HuggingFaceRollouts
 from student_trainer.teachers.source import PendingRows
 from tests.student_trainer import tiny
 from tests.student_trainer.model_teacher import ModelTeacher

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from student_trainer.data.batch import Batch, ScoredSequence, make_batch, placeholder_rows
+from student_trainer.loop.optimizer import clip_gradients
 from student_trainer.losses import Rows
 from student_trainer.model.loading import recompute_activations
-from student_trainer.parallel.gradients import clip_gradients
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.parallel.shards import (
     full_tensor,

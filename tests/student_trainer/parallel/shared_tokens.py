@@ -19,13 +19,13 @@ from student_trainer.data.batch import Batch, ScoredSequence
 from student_trainer.data.packing import Layout
 from student_trainer.data.rollout import Rollout, TailDraws
 from student_trainer.data.sequence import TokenSequence
+from student_trainer.loop.optimizer import clip_gradients
 from student_trainer.loop.step import Objective
 from student_trainer.model.loading import recompute_activations
 from student_trainer.model.lora import add_adapters
 from student_trainer.objectives.cross_entropy import CrossEntropyObjective
 from student_trainer.objectives.distillation import DistillationObjective
 from student_trainer.objectives.rl import KLTerm, RLObjective, RLSequence
-from student_trainer.parallel.gradients import clip_gradients
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.parallel.shards import full_tensors
 from tests.forks import Forks

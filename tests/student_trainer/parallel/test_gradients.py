@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from student_trainer.parallel.gradients import clip_gradients
+from student_trainer.loop.optimizer import clip_gradients
 from student_trainer.parallel.sharding import Sharded
 from student_trainer.parallel.shards import full_tensor, local
 from tests.forks import Forks

@@ -24,13 +24,13 @@ from student_trainer.data.prompts import Prompt
 from student_trainer.model.loading import load_model
 from student_trainer.model.lora import load_adapters, scale_adapters
 from student_trainer.parallel.collectives import make_accelerator
+from student_trainer.rollout_client import weight_channel as module
 from student_trainer.rollout_client.engine_client import EngineClient
 from student_trainer.rollout_client.engine_rollouts import SingleTurnRollouts
 from student_trainer.rollout_client.order import SamplingSettings
 from student_trainer.rollout_client.rollouts_ahead import RolloutsAhead
-from student_trainer.rollout_client.weights import file_channel as module
-from student_trainer.rollout_client.weights.file_channel import FileChannel, choose_snapshot_root
-from student_trainer.rollout_client.weights.snapshot import open_snapshot, verify
+from student_trainer.rollout_client.snapshot import open_snapshot, verify
+from student_trainer.rollout_client.weight_channel import FileChannel, choose_snapshot_root
 from student_trainer.rollout_service.service import RolloutServicer
 from student_trainer.teachers.source import NoTeacher
 from tests.forks import Forks

@@ -8,7 +8,7 @@ import numpy as np
 
 from student_trainer.data.prompts import Prompt
 from student_trainer.rollout_client.order import Order
-from student_trainer.rollouts.hf import HuggingFaceRollouts
+from student_trainer.rollouts.rollouts import HuggingFaceRollouts
 from student_trainer.rollouts.sampler import SampledTokens
 from tests.student_trainer import tiny
 

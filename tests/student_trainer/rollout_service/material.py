@@ -16,7 +16,7 @@ from student_trainer.rollout_client.order import (
     SequenceRequest,
     WeightsVersion,
 )
-from student_trainer.rollout_client.weights.snapshot import Probe, seal
+from student_trainer.rollout_client.snapshot import Probe, seal
 from student_trainer.rollouts.sampler import SampledTokens
 from tests.student_trainer import tiny
 

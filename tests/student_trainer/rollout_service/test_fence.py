@@ -13,8 +13,7 @@ from clients.runs.identity import run_identity
 from protos.errors import WrongState
 from student_trainer.rollout_client.engine_client import EngineClient
 from student_trainer.rollout_client.order import Order
-from student_trainer.rollout_service.fence import Fence
-from student_trainer.rollout_service.service import RolloutServicer
+from student_trainer.rollout_service.service import Fence, RolloutServicer
 from tests.forks import fork
 from tests.student_trainer.rollout_service import scripted_service
 from tests.student_trainer.rollout_service.conftest import StartService

@@ -16,7 +16,7 @@ from student_trainer.checkpoints.export import write_adapters
 from student_trainer.model.loading import load_model
 from student_trainer.model.lora import trainable_weights
 from student_trainer.rollout_client.order import Order
-from student_trainer.rollout_client.weights.snapshot import seal
+from student_trainer.rollout_client.snapshot import seal
 from student_trainer.rollout_service.engines.hf import HfRolloutEngine
 from student_trainer.rollouts.sampler import SampledTokens
 from tests.student_trainer.rollout_service.in_process import sample_in_process

@@ -17,7 +17,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from protos.errors import Corrupt, InvalidInput, WrongState
 from student_trainer.checkpoints.export import export_model
 from student_trainer.rollout_client.order import Order
-from student_trainer.rollout_client.weights.snapshot import Probe, open_snapshot, seal
+from student_trainer.rollout_client.snapshot import Probe, open_snapshot, seal
 from student_trainer.rollout_service.engines.hf import HfRolloutEngine
 from student_trainer.rollouts.sampler import Marks, SampledTokens, Sampler, rollout_noise
 from tests.student_trainer import tiny

@@ -13,7 +13,7 @@ from protos import rollouts_pb2
 from protos.errors import WrongState
 from protos.rpc.transport import ROLLOUTS_PROTOCOL
 from student_trainer.rollout_client.engine_client import EngineClient
-from student_trainer.rollout_client.weights.snapshot import Probe, seal
+from student_trainer.rollout_client.snapshot import Probe, seal
 from student_trainer.rollout_service.service import RolloutServicer
 from student_trainer.rollouts.sample_step import sample_step
 from student_trainer.rollouts.sampler import rollout_noise

@@ -17,8 +17,7 @@ from protos.rpc.failpoints import arm
 from student_trainer.parallel.collectives import make_accelerator
 from student_trainer.rollout_client.engine_client import EngineClient
 from student_trainer.rollout_client.order import WeightsVersion
-from student_trainer.rollout_client.weights.channel import WeightChannel
-from student_trainer.rollout_client.weights.file_channel import FileChannel
+from student_trainer.rollout_client.weight_channel import FileChannel, WeightChannel
 from tests.forks import fork
 from tests.student_trainer.rollout_service.conftest import StartService
 from tests.student_trainer.rollout_service.in_process import sample_in_process

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from student_trainer.data.rollout import Rollout
-from student_trainer.rollouts.hf import HuggingFaceRollouts
+from student_trainer.rollouts.rollouts import HuggingFaceRollouts
 from student_trainer.rollouts.sampler import Sampler, rollout_noise
 from student_trainer.rollouts.tail_draws import draw_tail
 from tests.student_trainer import tiny

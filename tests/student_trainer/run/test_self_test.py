@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Phi3Config, Phi3F
 
 from benchmarks.models.tiny_configs import make_tiny_config
 from clients.config.tables.common import LoraConfig, StudentConfig
-from clients.data.models.rope_switch import rope_switch
+from clients.data.models.shape import rope_switch
 from protos.errors import InvalidInput
 from student_trainer.model.lora import add_adapters
 from student_trainer.rollouts.sampler import Sampler, rollout_noise

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from clients.config.kinds import AnyTraining
-from student_trainer.parallel.collectives import make_accelerator
-from student_trainer.parallel.time_limit import time_limit
+from student_trainer.parallel.collectives import make_accelerator, time_limit
 from tests.student_trainer import tiny
 
 MATERIAL = tiny.Material.at(Path("/nowhere"))

@@ -1,8 +1,12 @@
-"""Tells every process of the trainer that the rollout services of the job are lost.
+"""Fails the orders of a job whose rollout services are lost, or that is asked to stop.
 
 Only the main process starts services, so only it learns that they will not be restarted. Clients in
 the other processes would retry until their patience ends, and then raise another error. So the main
 process writes the error to a file, which the other processes poll.
+
+A job that is asked to stop writes a last checkpoint, which waits for the rollouts of later steps.
+An engine that hangs, or that samples long answers, could take longer than the time after which a
+server kills the trainer.
 """
 
 from __future__ import annotations
@@ -11,10 +15,11 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from clients.runs.directory import replace_file
-from protos.errors import DistillError, error_of
+from protos.errors import DistillError, Unavailable, error_of
 from student_trainer.rollout_client.engine_client import EngineClient
 from student_trainer.rollout_client.local_services import RolloutServices
 from student_trainer.rollout_client.placed_services import PlacedServices
@@ -22,6 +27,8 @@ from student_trainer.rollout_client.placed_services import PlacedServices
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5
+# A server kills a cancelled trainer after 60 s, and writing the checkpoint takes time too.
+STOP_SECONDS = 20.0
 
 
 def fail_when_lost(
@@ -57,3 +64,29 @@ def _watch_file(client: EngineClient, file: Path) -> None:
             client.fail(error_of(**json.loads(file.read_text())))
             return
         time.sleep(_POLL_SECONDS)
+
+
+def end_orders_after_stop(client: EngineClient, is_stop_requested: Callable[[], bool]) -> None:
+    """Fail the orders of `client` that have not ended STOP_SECONDS after a request to stop.
+
+    `is_stop_requested`: whether the job is asked to stop; called in a thread, which ends with the
+    client. A resumed run samples the missing rollouts with the weights of its checkpoint.
+    """
+
+    def watch() -> None:
+        requested_at: float | None = None
+        while not client.is_closed:
+            if requested_at is None and is_stop_requested():
+                requested_at = time.monotonic()
+            if requested_at is not None and time.monotonic() - requested_at >= STOP_SECONDS:
+                client.fail(
+                    Unavailable(
+                        f"the rollout engine has not finished {STOP_SECONDS:g} s after the job was "
+                        "asked to stop",
+                        hint="resume the job: it samples the missing answers anew",
+                    )
+                )
+                return
+            time.sleep(_POLL_SECONDS)
+
+    threading.Thread(target=watch, name="stop-watch", daemon=True).start()

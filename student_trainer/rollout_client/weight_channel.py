@@ -1,7 +1,14 @@
-"""The file channel: writes each version of the weights as a snapshot (`snapshot.py`).
+"""How the student's weights reach the rollout engines: the interface, and the channel of files.
 
-A snapshot has a probe: a few sequences with the log-probs of the trainer's forward pass. An engine
-that has loaded wrong or incomplete weights computes different log-probs.
+`FileChannel` is the only channel; engines open what it writes with `snapshot.py`. Every channel
+keeps these promises, which tests/student_trainer/rollout_service/test_weight_channel.py checks:
+
+- An engine samples an order with the verified weights of the order's version, or fails it.
+- Trainers that share engines never wait for each other, whatever the order and the names in which
+  they list the engines.
+- A trainer that is stopped or killed at any point of `publish` delays no other trainer.
+- An engine that was restarted, or has moved to another machine, gets every version that an order
+  may still name.
 """
 
 from __future__ import annotations
@@ -10,7 +17,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -28,9 +35,31 @@ from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.passes import run_passes_over_rollouts
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollout_client.order import InFlight, WeightsVersion
-from student_trainer.rollout_client.weights.snapshot import Probe, seal
+from student_trainer.rollout_client.snapshot import Probe, seal
 
 _IN_RUN = "weights"
+
+
+class WeightChannel(Protocol):
+    """Gives versions of the student's weights to the engines. Every process of a job has one."""
+
+    @property
+    def newest(self) -> WeightsVersion:
+        """The version that was published last; at least one must be published."""
+
+    def publish(self, number: int, *, anchor: bool = False) -> WeightsVersion:
+        """Collective. Make the current weights available as version `number`; return it.
+
+        A version that exists is not published again. `anchor`: the student currently has the
+        weights of the anchor; their versions are a separate lineage. Raises Unavailable on all
+        ranks if the weights cannot be published.
+        """
+
+    def delete_before(self, number: int) -> None:
+        """Delete the versions before `number`: no order names them any more."""
+
+    def close(self) -> None:
+        """Delete all versions. Not collective."""
 
 
 def choose_snapshot_root(run: Path, attempt: int, needed_bytes: int, *, local: bool) -> Path:
@@ -57,7 +86,11 @@ def snapshot_bytes(model: Any, dtype: torch.dtype, *, adapters: bool) -> int:
 
 
 class FileChannel:
-    """The `WeightChannel` of files: the snapshots of one attempt, which the main process writes."""
+    """The channel of files: the snapshots of one attempt, which the main process writes.
+
+    A snapshot has a probe: a few sequences with the log-probs of the trainer's forward pass. An
+    engine that has loaded wrong or incomplete weights computes different log-probs.
+    """
 
     def __init__(
         self,

@@ -1,1 +1,0 @@
-"""How versions of the student's weights reach the rollout engines."""
