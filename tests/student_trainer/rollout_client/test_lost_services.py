@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed
-from student_trainer.rollout_client.failed_orders import fail_when_lost
 
 from protos.errors import Unavailable
 from student_trainer.parallel.collectives import make_accelerator, raise_on_all_ranks
 from student_trainer.rollout_client.engine_client import EngineClient
+from student_trainer.rollout_client.failed_orders import fail_when_lost
 from student_trainer.rollout_client.local_services import RolloutServices
 from tests.forks import Forks
 from tests.student_trainer.rollout_service.material import order
