@@ -48,8 +48,7 @@ from student_trainer.data.captured_stores import open_stores
 from student_trainer.data.examples import Example, example_encoding
 from student_trainer.data.prompts import Encoder, ModelIds, Prompt, prompt_encoding
 from student_trainer.data.records import RecordReader
-from student_trainer.data.rollout import Rollout
-from student_trainer.data.sequence import TokenSequence
+from student_trainer.data.sequence import Rollout, TokenSequence
 from student_trainer.loop.optimizer import schedule_warning
 from student_trainer.methods.offline import choose_reader
 from student_trainer.methods.rl_prompts import context_prompt, load_rl_prompts

@@ -113,7 +113,7 @@ FAULTS = (
     ),
     Fault(
         "mask: what an environment wrote is learned",
-        "student_trainer/data/rollout.py",
+        "student_trainer/data/sequence.py",
         "return positions if self.own is None else positions[self.own]",
         "return positions",
         (*DATA, "tests/student_trainer/rollouts", "tests/student_trainer/methods"),

@@ -36,8 +36,7 @@ from student_trainer.cross_tokenizer.objectives import (
 from student_trainer.cross_tokenizer.store import Match, mapped_rows, unit_rows
 from student_trainer.cross_tokenizer.teacher import aligned_rows
 from student_trainer.data.batch import ScoredSequence
-from student_trainer.data.rollout import Rollout
-from student_trainer.data.sequence import TokenSequence
+from student_trainer.data.sequence import Rollout, TokenSequence
 from student_trainer.losses import Rows
 
 ULD_WEIGHT = 1.5

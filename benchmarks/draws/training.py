@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.shared.evaluation import compute_logits, hidden_states, make_sampler, measure_kl
 from benchmarks.shared.model_pairs import Pair, PairName, load_questions, make_pair, row_bytes
-from student_trainer.data.rollout import Rollout, TailDraws
+from student_trainer.data.sequence import Rollout, TailDraws
 from student_trainer.losses import (
     Rows,
     Tail,

@@ -33,7 +33,7 @@ from benchmarks.shared.model_pairs import LONGEST_PROMPT, Pair, make_pair
 from benchmarks.shared.process_memory import anonymous_bytes, track_peak_of_children
 from benchmarks.shared.results import RESULTS, add_run, describe_machine, load_results
 from student_trainer.data.batch import ScoredSequence, make_batch, placeholder_rows
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.model.loading import recompute_activations
 from student_trainer.model.student import Student
 

@@ -42,7 +42,7 @@ from benchmarks.shared.evaluation import HELD_OUT_SEED, make_sampler, measure_kl
 from benchmarks.shared.model_pairs import Pair, load_questions, make_pair
 from benchmarks.shared.results import RESULTS, add_run, describe_machine, load_results
 from student_trainer.data.prompts import Prompt
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 
 STEPS, PROMPTS, TOKENS, HELD_OUT = 16, 4, 24, 16
 TASKS = ("GSM8K", "instructions")

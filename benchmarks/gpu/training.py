@@ -36,8 +36,7 @@ from clients.config.tables.common import StudentConfig, TrainConfig
 from protos.rows.codec import RowBlock
 from student_trainer.data.batch import ScoredSequence, placeholder_rows
 from student_trainer.data.packing import micro_batches
-from student_trainer.data.rollout import Rollout, TailDraws
-from student_trainer.data.sequence import TokenSequence
+from student_trainer.data.sequence import Rollout, TailDraws, TokenSequence
 from student_trainer.loop.efficiency import LearningFlops, peak_flops
 from student_trainer.loop.optimizer import clip_gradients, make_optimizer
 from student_trainer.loop.step import Objective

@@ -36,7 +36,7 @@ from clients.plan.memory import (
 )
 from student_trainer.data.batch import ScoredSequence, make_batch, placeholder_rows
 from student_trainer.data.prompts import Prompt
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.loop.optimizer import make_optimizer
 from student_trainer.model.loading import recompute_activations
 from student_trainer.model.lora import add_adapters

@@ -31,7 +31,7 @@ from clients.data.models.shape import ModelShape
 from clients.plan.memory import Load
 from clients.plan.memory import resident_bytes as held_bytes
 from student_trainer.data.batch import ScoredSequence, make_batch, placeholder_rows
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.loop.optimizer import make_optimizer
 from student_trainer.model.lora import add_adapters
 from student_trainer.model.student import Student

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.rollouts.lag_picture import draw
 from benchmarks.shared.evaluation import compute_logits, hidden_states, measure_kl
 from benchmarks.shared.model_pairs import Pair, load_questions, make_pair
-from student_trainer.data.rollout import Rollout, TailDraws
+from student_trainer.data.sequence import Rollout, TailDraws
 from student_trainer.losses import Rows, fused_linear_loss, mismatch, rows_from_logits, topk_kl
 from student_trainer.rollouts.rollouts import HuggingFaceRollouts
 

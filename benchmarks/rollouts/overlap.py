@@ -35,7 +35,7 @@ from protos.rows.codec import RowBlock
 from protos.rpc.transport import SERVER_OPTIONS
 from student_trainer.data.batch import placeholder_rows
 from student_trainer.data.prompts import Prompt
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.rollout_client.engine_client import EngineClient
 from student_trainer.rollout_client.engine_rollouts import SingleTurnRollouts
 from student_trainer.rollout_client.order import Order, SamplingSettings, WeightsVersion

@@ -20,7 +20,7 @@ from clients.teacher.client import TeacherClient
 from clients.teacher.query import ScoreQuery
 from protos.rows.codec import RowBlock
 from student_trainer.cross_tokenizer.aligned_rows import AlignedRows
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.teachers.remote import map_future
 from student_trainer.teachers.source import resolved
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from protos.rows.codec import RowBlock
 from student_trainer.data.images import image_inputs
 from student_trainer.data.packing import Layout, place_sequences
-from student_trainer.data.rollout import Rollout, TailDraws
-from student_trainer.data.sequence import TokenSequence
+from student_trainer.data.sequence import Rollout, TailDraws, TokenSequence
 from student_trainer.losses import Rows
 
 

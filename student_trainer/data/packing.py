@@ -15,8 +15,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Literal, Protocol, TypeVar
 
-from student_trainer.data.rollout import Rollout
-from student_trainer.data.sequence import TokenSequence
+from student_trainer.data.sequence import Rollout, TokenSequence
 
 Layout = Literal["padded", "lines", "one_line"]
 

@@ -20,7 +20,7 @@ from clients.runs.fence import require_unfenced
 from student_trainer.data.batch import Batch, ScoredSequence, sum_and_count
 from student_trainer.data.packing import micro_batches
 from student_trainer.data.prompts import Prompt
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.loop.step import Objective
 from student_trainer.losses import FusedLoss
 from student_trainer.parallel.collectives import raise_on_all_ranks

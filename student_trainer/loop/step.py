@@ -14,7 +14,7 @@ from torch import Tensor
 
 from student_trainer.data.batch import Batch, ScoredSequence
 from student_trainer.data.packing import Layout
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.losses import FusedLoss, LossFunction
 from student_trainer.teachers.source import PendingRows
 

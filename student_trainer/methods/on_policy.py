@@ -6,12 +6,12 @@ One step, in order:
    seed and the step number. Each prompt is repeated `method.rollouts_per_prompt` times. Each of n
    processes takes every n-th of them, starting at its rank.
 2. Rollouts. `HuggingFaceRollouts` (`rollouts/rollouts.py`) samples one completion for each prompt:
-   `SampledTokens` (`rollouts/sampler.py`) -> `Rollout` (`data/rollout.py`).
+   `SampledTokens` (`rollouts/sampler.py`) -> `Rollout` (`data/sequence.py`).
 3. Rows. `ScoredRollouts` (`teachers/scored_rollouts.py`) sends each batch of rollouts to the
    teacher service (`teachers/remote.py`) while the next batch is sampled: `Rollout` ->
    `PendingRows` (`teachers/source.py`). With reverse KL the teacher scores the student's top-k
    ids, which the sampler recorded, and ids that the sampler drew from the student's tail
-   (`rollouts/tail_draws.py`, tail mode `bucket+draws`). With forward KL it scores its own top-k
+   (`rollouts/sample_step.py`, tail mode `bucket+draws`). With forward KL it scores its own top-k
    ids and ids that it draws from its own tail (`bucket+teacher_samples`).
 4. Micro-batches. The learner (`loop/learner.py`) groups the sequences (`data/packing.py`), waits
    for the rows of one group (`PendingRows` -> `ScoredSequence`) and makes its tensors

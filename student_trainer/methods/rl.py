@@ -10,7 +10,7 @@ One step, in order:
 2. Rollouts. `HuggingFaceRollouts` (`rollouts/rollouts.py`) samples one completion for each prompt;
    with a table `environment`, `SearchRollouts` (`rollouts/search.py`) samples several turns. With a
    table `rollouts`, an engine does so (`rollout_client/engine_rollouts.py`):
-   `SampledTokens` (`rollouts/sampler.py`) -> `Rollout` (`data/rollout.py`).
+   `SampledTokens` (`rollouts/sampler.py`) -> `Rollout` (`data/sequence.py`).
 3. Rows of the first teacher source. `ScoredRollouts` (`teachers/scored_rollouts.py`) requests them
    for each rollout: `Rollout` -> `PendingRows` (`teachers/source.py`). The sources are the teacher
    service (`teachers/remote.py`), if the job has one, then the anchor (`teachers/anchor.py`), if
@@ -57,7 +57,7 @@ from protos.rows.codec import RowBlock
 from student_trainer.critic import CriticAdvantages
 from student_trainer.cross_tokenizer.comparison import TokenizerPair
 from student_trainer.data.prompts import Prompt
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.environments.retriever import make_retriever
 from student_trainer.loop.evaluation import Evaluation, Samples, TaskEvaluation
 from student_trainer.loop.learner import Method, Watch

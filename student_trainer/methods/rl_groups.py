@@ -21,7 +21,7 @@ from torch import Tensor
 from clients.config.rl import RLJob
 from student_trainer.data.batch import sum_and_count
 from student_trainer.data.prompts import Prompt
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.losses.advantages import flat_groups
 from student_trainer.methods.rl_prompts import PromptSource
 from student_trainer.parallel.collectives import max_over_ranks, raise_on_all_ranks

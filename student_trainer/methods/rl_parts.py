@@ -12,7 +12,7 @@ from torch import Tensor
 from clients.config.rl import RLJob
 from student_trainer.cross_tokenizer.comparison import SpecialTokenPair, build_teacher_input
 from student_trainer.data.batch import Batch
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.environments.retriever import Retriever
 from student_trainer.methods.preparation import (
     Inputs,

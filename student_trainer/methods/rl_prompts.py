@@ -13,7 +13,7 @@ from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
 from clients.data.images import ImageReader
 from student_trainer.data.prompts import ALL_IDS, ModelIds, Prompt, load_prompts
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.rewards.reasoning_gym import Task, TaskQuestion, TaskQuestions
 from student_trainer.teachers.privileged import privileged_prompt
 

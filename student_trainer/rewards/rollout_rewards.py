@@ -12,7 +12,7 @@ from torch import Tensor
 
 from student_trainer.data.batch import sum_and_count
 from student_trainer.data.prompts import Prompt
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.losses.advantages import flat_groups
 from student_trainer.rewards import Rewards, RewardSample
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from student_trainer.data.prompts import Prompt
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.rollout_client.engine_client import EngineClient, Sampling
 from student_trainer.rollout_client.order import (
     Order,

@@ -35,7 +35,7 @@ from protos.errors import DistillError
 from protos.rows.codec import RowBlock
 from student_trainer.checkpoints.saver import LaterFiles
 from student_trainer.data.prompts import Prompt
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.rollout_client.engine_client import EngineClient
 from student_trainer.rollout_client.engine_rollouts import EngineRollouts

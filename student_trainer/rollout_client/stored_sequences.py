@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from student_trainer.data.rollout import Rollout, TailDraws
+from student_trainer.data.sequence import Rollout, TailDraws
 
 _PREFIX = "rollouts-"
 

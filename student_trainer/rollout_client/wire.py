@@ -17,7 +17,7 @@ from clients.teacher.query import MAX_TAIL_DRAWS, MIN_TEMPERATURE
 from protos import rollouts_pb2
 from protos.errors import Corrupt, InvalidInput
 from protos.rpc.transport import MAX_CHUNK_BYTES, MAX_MESSAGE_BYTES
-from student_trainer.data.rollout import TailDraws
+from student_trainer.data.sequence import TailDraws
 from student_trainer.rollout_client.order import (
     InFlight,
     Order,

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from student_trainer.data.prompts import Prompt
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollouts.sampler import SampledTokens, Sampler, rollout_noise
 

@@ -20,7 +20,7 @@ from transformers import (
 from clients.data.models.shape import rope_switch
 from clients.data.tokens.answers import end_ids
 from student_trainer.data.images import SequenceImages, image_inputs
-from student_trainer.data.rollout import TailDraws
+from student_trainer.data.sequence import TailDraws
 from student_trainer.rollouts.narrow_cache import CACHE_ARGUMENT, make_cache
 from student_trainer.rollouts.sample_step import SampledStep, sample_step
 

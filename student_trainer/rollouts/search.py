@@ -19,7 +19,7 @@ from torch import Tensor
 from clients.config.tables.environment import SearchConfig
 from clients.data.tokens.continuation import continuation_ids
 from student_trainer.data.prompts import Prompt
-from student_trainer.data.rollout import Rollout, TailDraws
+from student_trainer.data.sequence import Rollout, TailDraws
 from student_trainer.environments.retriever import Retriever, format_passages
 from student_trainer.rollouts.rollouts import batches
 from student_trainer.rollouts.sampler import Marks, SampledTokens, Sampler, rollout_noise

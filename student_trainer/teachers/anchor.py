@@ -22,8 +22,7 @@ from protos.rows.codec import RowBlock
 from protos.rpc.failpoints import failpoint
 from student_trainer.data.batch import Batch, NumberedSequence, make_batch, placeholder_rows
 from student_trainer.data.packing import group_in_request_order
-from student_trainer.data.rollout import Rollout
-from student_trainer.data.sequence import TokenSequence
+from student_trainer.data.sequence import Rollout, TokenSequence
 from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.passes import run_passes
 from student_trainer.parallel.sharding import Replicated, Sharded

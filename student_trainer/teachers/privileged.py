@@ -16,7 +16,7 @@ from torch import Tensor
 from clients.data.conversation import with_context
 from clients.data.prompt_format import PromptFormat
 from protos.errors import InvalidInput
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 
 
 def privileged_prompt(

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from clients.teacher.client import TeacherClient
 from clients.teacher.query import ScoreQuery
 from protos.rows.codec import RowBlock
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.teachers.teacher_input import TeacherInput
 
 

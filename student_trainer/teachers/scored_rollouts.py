@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from student_trainer.data.prompts import Prompt
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollouts.rollouts import Rollouts, sampling_context
 from student_trainer.teachers.source import PendingRows, TeacherSource

@@ -13,8 +13,7 @@ from typing import Protocol, TypeVar
 
 from protos.rows.codec import RowBlock
 from student_trainer.data.batch import ScoredSequence, placeholder_rows
-from student_trainer.data.rollout import Rollout
-from student_trainer.data.sequence import TokenSequence
+from student_trainer.data.sequence import Rollout, TokenSequence
 
 Value = TypeVar("Value")
 

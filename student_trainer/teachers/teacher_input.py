@@ -17,7 +17,7 @@ from clients.config.rl import RLJob
 from clients.data.prompt_format import PromptFormat, check_chat_template, template_text
 from protos.errors import InvalidInput
 from protos.rows.codec import RowBlock
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.teachers.privileged import privileged_prompt
 
 

@@ -17,7 +17,7 @@ from benchmarks.draws.noise import (
 )
 from benchmarks.draws.page import write_draws_page
 from student_trainer.losses import Direction, Tail, rows_from_logits, topk_kl
-from student_trainer.rollouts.tail_draws import draw_tail
+from student_trainer.rollouts.sample_step import draw_tail
 
 VOCABULARY = 40
 SAMPLED: list[tuple[Direction, Tail]] = [

@@ -24,7 +24,7 @@ from benchmarks.evidence.real_sections import compare_methods
 from benchmarks.shared.process_memory import track_peak_of_children
 from benchmarks.shared.results import add_run, load_results
 from student_trainer.data.batch import ScoredSequence, make_batch, placeholder_rows
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.losses import Direction
 from student_trainer.model.loading import recompute_activations
 from student_trainer.model.student import Student

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from protos.rows.codec import RowBlock
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 
 
 class ModelTeacher:

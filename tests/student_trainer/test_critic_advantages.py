@@ -14,7 +14,7 @@ from clients.runs.directory import RunDirectory
 from clients.runs.progress import Progress
 from protos.errors import Unavailable
 from student_trainer.assembly import assemble
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.methods.rl import PendingRLSequence
 from student_trainer.rewards import make_rewards
 from tests.end_to_end.processes import metrics_of

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from student_trainer.data.rollout import TailDraws
+from student_trainer.data.sequence import TailDraws
 from student_trainer.rollout_client.order import Order
 from student_trainer.rollouts.sampler import SampledTokens
 

@@ -29,7 +29,7 @@ from student_trainer.cross_tokenizer.teacher import (
     aligned_rows,
 )
 from student_trainer.data.batch import ScoredSequence
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.model.loading import vocabulary
 from student_trainer.teachers.source import resolved
 from student_trainer.teachers.teacher_input import teacher_prompt

@@ -11,7 +11,7 @@ import torch
 from protos.rows.codec import RowBlock
 from student_trainer.data.batch import ScoredSequence, make_batch
 from student_trainer.data.packing import micro_batches
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from clients.config.tables.common import StudentConfig
 from student_trainer.data.batch import Batch, ScoredSequence, make_batch, placeholder_rows
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.loop.efficiency import LearningFlops
 from student_trainer.model.lora import add_adapters
 from student_trainer.model.student import Student

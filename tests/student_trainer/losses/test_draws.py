@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from student_trainer.losses import Direction, Rows, exact_kl, rows_from_logits, topk_kl
-from student_trainer.rollouts.tail_draws import draw_tail
+from student_trainer.rollouts.sample_step import draw_tail
 from tests.student_trainer.losses.enumeration import Case, expectation, make_case
 
 EXACT = 1e-12

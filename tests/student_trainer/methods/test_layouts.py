@@ -15,7 +15,7 @@ from torch import Tensor
 from clients.runs.directory import RunDirectory
 from protos.rows.codec import RowBlock
 from student_trainer.data.packing import Layout, micro_batches, place_sequences
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.loop.trainer import Trainer
 from student_trainer.teachers.source import PendingRows
 from tests.student_trainer import tiny

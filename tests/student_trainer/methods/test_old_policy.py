@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 import torch
 
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.loop.trainer import Trainer
 from student_trainer.methods.rl import PendingRLSequence
 from student_trainer.tools.pretrain import make_model

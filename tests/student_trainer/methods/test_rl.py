@@ -18,7 +18,7 @@ from clients.runs.directory import RunDirectory
 from clients.runs.progress import Progress
 from protos.errors import InvalidInput
 from student_trainer.assembly import assemble
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.loop.trainer import Trainer
 from student_trainer.losses import exact_kl
 from student_trainer.methods.rl import PendingRLSequence

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from clients.config.rl import RLJob
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.loop.evaluation import Samples, TaskEvaluation
 from student_trainer.loop.step import Step
 from student_trainer.loop.trainer import Trainer

@@ -18,7 +18,7 @@ from clients.config.tables.common import LoraConfig, StudentConfig
 from protos.errors import InvalidInput
 from student_trainer.data.batch import Batch, ScoredSequence, make_batch, placeholder_rows
 from student_trainer.data.packing import Layout
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.model.compilation import compile_layers
 from student_trainer.model.loading import recompute_activations
 from student_trainer.model.lora import add_adapters

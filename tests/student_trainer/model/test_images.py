@@ -16,7 +16,7 @@ from protos.errors import Corrupt, InvalidInput
 from student_trainer.checkpoints.export import export_model
 from student_trainer.data.batch import Batch, ScoredSequence, make_batch, placeholder_rows
 from student_trainer.data.prompts import Prompt, load_prompts
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.losses import Rows
 from student_trainer.model.loading import load_image_reader, load_model
 from student_trainer.model.student import Student

@@ -17,8 +17,7 @@ from protos.errors import InvalidInput
 from protos.rows.codec import RowBlock
 from student_trainer.data.batch import Batch, ScoredSequence
 from student_trainer.data.packing import Layout
-from student_trainer.data.rollout import Rollout, TailDraws
-from student_trainer.data.sequence import TokenSequence
+from student_trainer.data.sequence import Rollout, TailDraws, TokenSequence
 from student_trainer.loop.optimizer import clip_gradients
 from student_trainer.loop.step import Objective
 from student_trainer.model.loading import recompute_activations

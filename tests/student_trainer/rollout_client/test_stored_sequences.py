@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from student_trainer.data.rollout import Rollout, TailDraws
+from student_trainer.data.sequence import Rollout, TailDraws
 from student_trainer.rollout_client.stored_sequences import (
     encode_rollouts,
     file_name,

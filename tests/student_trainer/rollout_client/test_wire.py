@@ -13,7 +13,7 @@ import torch
 
 from protos import rollouts_pb2
 from protos.errors import Corrupt, InvalidInput
-from student_trainer.data.rollout import TailDraws
+from student_trainer.data.sequence import TailDraws
 from student_trainer.rollout_client import wire
 from student_trainer.rollout_client.order import (
     Order,

@@ -13,7 +13,7 @@ import torch
 from protos import rollouts_pb2_grpc
 from protos.rpc.statuses import ErrorBoundary
 from protos.rpc.transport import SERVER_OPTIONS
-from student_trainer.data.rollout import TailDraws
+from student_trainer.data.sequence import TailDraws
 from student_trainer.rollout_client.order import Order, WeightsVersion
 from student_trainer.rollout_service.engines.base import RolloutEngineInfo
 from student_trainer.rollout_service.service import RolloutServicer

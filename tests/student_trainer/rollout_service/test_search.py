@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from clients.config.tables.environment import SearchConfig
-from student_trainer.data.rollout import Rollout, TailDraws
+from student_trainer.data.sequence import Rollout, TailDraws
 from student_trainer.rollout_client.engine_client import EngineClient
 from student_trainer.rollout_client.engine_rollouts import EngineSearch
 from student_trainer.rollout_client.order import SamplingSettings, WeightsVersion

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from clients.data.tokens.answers import end_ids
 from student_trainer.checkpoints.export import export_model
 from student_trainer.data.prompts import Prompt
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.rollouts.rollouts import HuggingFaceRollouts
 from student_trainer.rollouts.sampler import Sampler, rollout_noise
 from tests.clients.data.test_prompt_format import BASE, BASE_ENDS, CHARACTERS, base_with_template

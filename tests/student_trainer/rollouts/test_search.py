@@ -13,11 +13,11 @@ from torch import Tensor
 from clients.config.tables.environment import SearchConfig
 from student_trainer.data.batch import make_batch
 from student_trainer.data.prompts import Prompt
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.model.student import Student
+from student_trainer.rollouts.sample_step import draw_tail
 from student_trainer.rollouts.sampler import Marks, Sampler, rollout_noise
 from student_trainer.rollouts.search import SearchConversations, SearchRollouts, parse_action
-from student_trainer.rollouts.tail_draws import draw_tail
 from student_trainer.teachers.source import PendingRows
 from tests.student_trainer import tiny
 from tests.student_trainer.model_teacher import ModelTeacher, completion_logprobs

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.rollouts.rollouts import HuggingFaceRollouts
+from student_trainer.rollouts.sample_step import draw_tail
 from student_trainer.rollouts.sampler import Sampler, rollout_noise
-from student_trainer.rollouts.tail_draws import draw_tail
 from tests.student_trainer import tiny
 from tests.student_trainer.model_teacher import completion_logprobs
 

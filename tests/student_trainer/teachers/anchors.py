@@ -11,7 +11,7 @@ from torch import Tensor
 
 from clients.config.tables.common import StudentConfig
 from protos.rows.codec import RowBlock
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import Rollout
 from student_trainer.model.student import Student
 from student_trainer.parallel.collectives import make_accelerator
 from student_trainer.parallel.sharding import Replicated, Sharded, distribute

@@ -22,7 +22,7 @@ from protos.rows.codec import RowBlock
 from student_trainer.checkpoints import checkpoint
 from student_trainer.checkpoints.atomic_directory import is_intact
 from student_trainer.checkpoints.export import export_model
-from student_trainer.data.rollout import TailDraws
+from student_trainer.data.sequence import TailDraws
 from student_trainer.losses import fused_linear_top_ids
 from student_trainer.model.loading import load_model
 from student_trainer.parallel.sharding import Replicated, Sharded

@@ -15,7 +15,7 @@ from clients.teacher.query import ScoreQuery
 from protos.errors import InvalidInput
 from protos.rows.codec import RowBlock
 from student_trainer.cross_tokenizer.comparison import SpecialTokenPair, compare_tokenizers
-from student_trainer.data.rollout import Rollout, TailDraws
+from student_trainer.data.sequence import Rollout, TailDraws
 from student_trainer.model.loading import vocabulary
 from student_trainer.teachers.remote import RemoteTeacher
 from student_trainer.teachers.source import resolved
