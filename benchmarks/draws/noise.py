@@ -31,6 +31,7 @@ from benchmarks.shared.evaluation import compute_logits, hidden_states
 from benchmarks.shared.model_pairs import load_questions, make_pair, row_bytes
 from student_trainer.losses import Direction, Rows, Tail, topk_kl
 from student_trainer.rollouts.rollouts import HuggingFaceRollouts
+from student_trainer.rollouts.sampler import Sampler
 
 BUDGETS = (8, 16, 32, 64, 128, 512)
 DIRECTIONS: tuple[Direction, ...] = ("reverse", "forward")
@@ -92,7 +93,9 @@ def sample_positions(teacher: Path, student: Path, data: Path, count: int) -> li
     tokenizer = AutoTokenizer.from_pretrained(teacher)
     models = [AutoModelForCausalLM.from_pretrained(path).eval() for path in (student, teacher)]
     rollouts = HuggingFaceRollouts(
-        models[0], tokenizer, top_k=1, temperature=1.0, max_new_tokens=64, batch_tokens=1 << 20
+        Sampler(models[0], tokenizer, top_k=1, temperature=1.0),
+        max_new_tokens=64,
+        batch_tokens=1 << 20,
     )
     questions = load_questions(data, tokenizer, count // 16)
     (answers,) = rollouts.generate(questions, range(len(questions)), seed=0)

@@ -38,6 +38,7 @@ from benchmarks.shared.programs import one_thread_environment
 from benchmarks.shared.results import RESULTS, add_run, describe_machine, load_results
 from student_trainer.data.prompts import Prompt
 from student_trainer.rollouts.rollouts import HuggingFaceRollouts
+from student_trainer.rollouts.sampler import Sampler
 from student_trainer.tools.pretrain import main as pretrain
 
 PROMPTS, ANSWERS, STEPS = 64, 8, 150
@@ -224,7 +225,9 @@ def examine(model: Path, held_out: Path) -> dict[str, float]:
     lines = [json.loads(line) for line in held_out.read_text().splitlines()[:ASKED]]
     ids = [np.array(tokenizer(line["prompt"])["input_ids"], dtype=np.int32) for line in lines]
     rollouts = HuggingFaceRollouts(
-        student, tokenizer, top_k=1, temperature=1.0, max_new_tokens=6, batch_tokens=1 << 14
+        Sampler(student, tokenizer, top_k=1, temperature=1.0),
+        max_new_tokens=6,
+        batch_tokens=1 << 14,
     )
     prompts = [Prompt(prompt_ids, "") for prompt_ids in ids for _ in range(SAMPLES)]
     texts = []

@@ -31,6 +31,7 @@ from benchmarks.shared.model_pairs import load_questions, make_pair
 from benchmarks.shared.results import RESULTS, describe_machine, format_json
 from student_trainer.losses import Direction
 from student_trainer.rollouts.rollouts import HuggingFaceRollouts
+from student_trainer.rollouts.sampler import Sampler
 
 KS = (1, 2, 4, 8, 16, 32, 64, 256, 1024)
 DRAWS = 8
@@ -79,7 +80,9 @@ def sample_places(teacher: Path, student: Path, data: Path, answers: int) -> lis
         for path in (student, teacher)
     ]
     rollouts = HuggingFaceRollouts(
-        models[0], tokenizer, top_k=1, temperature=1.0, max_new_tokens=TOKENS, batch_tokens=1 << 20
+        Sampler(models[0], tokenizer, top_k=1, temperature=1.0),
+        max_new_tokens=TOKENS,
+        batch_tokens=1 << 20,
     )
     questions = load_questions(data, tokenizer, answers)
     (sampled,) = rollouts.generate(questions, range(len(questions)), seed=0)

@@ -43,6 +43,7 @@ from student_trainer.model.lora import add_adapters
 from student_trainer.model.student import Student
 from student_trainer.parallel.sharding import distribute
 from student_trainer.rollouts.rollouts import HuggingFaceRollouts
+from student_trainer.rollouts.sampler import Sampler
 
 MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 SHAPE = ModelShape(8, 256, 768, 4, 2, 64, 4096)
@@ -201,14 +202,11 @@ def use(accelerator: Accelerator, case: MemoryCase, before: int) -> dict[str, in
 
     def sample() -> None:
         rollouts = HuggingFaceRollouts(
-            student.full.model,
-            Ends(),
-            top_k=16,
-            temperature=1.0,
+            Sampler(
+                student.full.model, Ends(), top_k=16, temperature=1.0, draws=48, bf16=load.bf16
+            ),
             max_new_tokens=NEW,
             batch_tokens=load.sampled * LINE,
-            draws=48,
-            bf16=load.bf16,
         )
         prompts = [Prompt(np.arange(LINE - NEW, dtype=np.int32), "")] * load.sampled
         with student.gathered():

@@ -32,6 +32,7 @@ from benchmarks.shared.model_pairs import Pair, load_questions, make_pair
 from student_trainer.data.sequence import Rollout, TailDraws
 from student_trainer.losses import Rows, fused_linear_loss, mismatch, rows_from_logits, topk_kl
 from student_trainer.rollouts.rollouts import HuggingFaceRollouts
+from student_trainer.rollouts.sampler import Sampler
 
 LAGS = (0, 1, 2, 4, 8)
 # The second is the default of a job, with which these models hardly change in so few steps.
@@ -106,13 +107,9 @@ def train(run: Run, pair: Pair, data: Path, sizes: LagSizes) -> dict[str, Any]:
     held_out, training = questions[: sizes.held_out], questions[sizes.held_out :]
     order = torch.randperm(len(training), generator=torch.Generator().manual_seed(run.seed))
     rollouts = HuggingFaceRollouts(
-        sampling.eval(),
-        tokenizer,
-        top_k=sizes.k,
-        temperature=1.0,
+        Sampler(sampling.eval(), tokenizer, top_k=sizes.k, temperature=1.0, draws=sizes.draws),
         max_new_tokens=sizes.tokens,
         batch_tokens=1 << 20,
-        draws=sizes.draws,
     )
     versions: list[dict[str, Tensor]] = []
     figures: dict[str, list[float]] = {"ratio/ess": [], "ratio/kl": []}

@@ -13,6 +13,7 @@ from student_trainer.data.prompts import Prompt
 from student_trainer.data.sequence import Rollout
 from student_trainer.losses import exact_kl
 from student_trainer.rollouts.rollouts import HuggingFaceRollouts
+from student_trainer.rollouts.sampler import Sampler
 
 HELD_OUT_SEED = 10_000
 BATCH = 16
@@ -26,13 +27,9 @@ def make_sampler(
     top_k, draws: head ids and tail draws of each row of an answer.
     """
     return HuggingFaceRollouts(
-        student.eval(),
-        tokenizer,
-        top_k=top_k,
-        temperature=1.0,
+        Sampler(student.eval(), tokenizer, top_k=top_k, temperature=1.0, draws=draws),
         max_new_tokens=max_tokens,
         batch_tokens=1 << 20,
-        draws=draws,
     )
 
 

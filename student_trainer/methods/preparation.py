@@ -34,6 +34,7 @@ from student_trainer.rewards import Rewards
 from student_trainer.rollout_client.connection import EngineConnection
 from student_trainer.rollout_client.order import SamplingSettings
 from student_trainer.rollouts.rollouts import HuggingFaceRollouts, Rollouts
+from student_trainer.rollouts.sampler import Sampler
 from student_trainer.run.model_checks import check_vocabulary, check_width
 from student_trainer.teachers.connections import Connection
 from student_trainer.teachers.source import PendingRows
@@ -156,17 +157,19 @@ def plain_rollouts(
     the tail of each token. `vocab_size`: sample from the first `vocab_size` ids; None: from all.
     """
     return HuggingFaceRollouts(
-        student.full.model,
-        tokenizer,
-        top_k=top_k,
-        temperature=temperature,
-        draws=draws,
-        vocab_size=vocab_size,
+        Sampler(
+            student.full.model,
+            tokenizer,
+            top_k=top_k,
+            temperature=temperature,
+            draws=draws,
+            vocab_size=vocab_size,
+            bf16=computes_in_bfloat16(config.student),
+            never=student.full.placeholder,
+            equal_lengths=student.full.equal_lengths,
+        ),
         max_new_tokens=config.method.max_new_tokens,
         batch_tokens=sampling_batch(config),
-        bf16=computes_in_bfloat16(config.student),
-        never=student.full.placeholder,
-        equal_lengths=student.full.equal_lengths,
     )
 
 

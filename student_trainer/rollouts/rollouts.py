@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -48,41 +48,13 @@ class HuggingFaceRollouts:
 
     in_process = True
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        *,
-        top_k: int,
-        temperature: float,
-        max_new_tokens: int,
-        batch_tokens: int,
-        draws: int = 0,
-        vocab_size: int | None = None,
-        bf16: bool = False,
-        never: int | None = None,
-        equal_lengths: bool = False,
-    ) -> None:
-        """Set up the sampler.
+    def __init__(self, sampler: Sampler, *, max_new_tokens: int, batch_tokens: int) -> None:
+        """Set up the rollouts.
 
-        `model`: a transformers causal LM. `top_k`: head ids to record per token, may be 0.
         `max_new_tokens`: limit of a completion. `batch_tokens`: maximum tokens of a batch, with
-        padding. `draws`: ids per token to draw from the tail; greedy rollouts have none.
-        `vocab_size`: sample from the first `vocab_size` ids; None: from all. `bf16`: compute in
-        bfloat16. `never`: an id that is not sampled (the placeholder of images). `equal_lengths`:
-        see `Sampler`.
+        padding.
         """
-        self._sampler = Sampler(
-            model,
-            tokenizer,
-            top_k=top_k,
-            temperature=temperature,
-            draws=draws,
-            vocab_size=vocab_size,
-            bf16=bf16,
-            never=never,
-            equal_lengths=equal_lengths,
-        )
+        self._sampler = sampler
         self._max_new_tokens = max_new_tokens
         self._batch_tokens = batch_tokens
 

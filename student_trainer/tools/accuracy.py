@@ -17,6 +17,7 @@ from student_trainer.loop.evaluation import greedy_answers
 from student_trainer.model.loading import load_model, load_tokenizer
 from student_trainer.rewards.sample import exact_match
 from student_trainer.rollouts.rollouts import HuggingFaceRollouts
+from student_trainer.rollouts.sampler import Sampler
 
 
 def accuracy(model_path: str, data: DataConfig, *, prompts: int, max_new_tokens: int) -> float:
@@ -30,10 +31,7 @@ def accuracy(model_path: str, data: DataConfig, *, prompts: int, max_new_tokens:
     model = load_model(student).eval().to("cuda" if torch.cuda.is_available() else "cpu")
     _, held_out_prompts = load_prompts(data, tokenizer, held_out=prompts, max_tokens=4096, seed=0)
     rollouts = HuggingFaceRollouts(
-        model,
-        tokenizer,
-        top_k=0,
-        temperature=1.0,
+        Sampler(model, tokenizer, top_k=0, temperature=1.0),
         max_new_tokens=max_new_tokens,
         batch_tokens=65536,
     )

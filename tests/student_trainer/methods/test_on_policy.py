@@ -27,6 +27,7 @@ from student_trainer.model.student import Student
 from student_trainer.objectives.distillation import DistillationObjective
 from student_trainer.parallel.sharding import Replicated
 from student_trainer.rollouts.rollouts import HuggingFaceRollouts
+from student_trainer.rollouts.sampler import Sampler
 from student_trainer.run.metrics import open_metrics
 from student_trainer.teachers.scored_rollouts import ScoredRollouts
 from tests.student_trainer import tiny
@@ -46,13 +47,9 @@ def make_trainer(
         config.data, words, held_out=config.eval.prompts, max_tokens=16, seed=0
     )
     rollouts = HuggingFaceRollouts(
-        model,
-        words,
-        top_k=top_k,
-        temperature=1.0,
+        Sampler(model, words, top_k=top_k, temperature=1.0, draws=config.draws),
         max_new_tokens=config.method.max_new_tokens,
         batch_tokens=10_000,
-        draws=config.draws,
     )
     teacher = ModelTeacher(
         load_model(config.student.model_copy(update={"model": str(material.teacher)}))

@@ -18,6 +18,7 @@ from student_trainer.loop.step import Step
 from student_trainer.loop.trainer import Trainer
 from student_trainer.methods.rl import PendingRLSequence
 from student_trainer.rollouts.rollouts import HuggingFaceRollouts
+from student_trainer.rollouts.sampler import Sampler
 from tests.student_trainer import tiny
 from tests.student_trainer.methods.test_rl import (
     HOT,
@@ -211,10 +212,9 @@ def test_the_evaluation_is_the_mean_of_the_samples(material: tiny.Material, tmp_
         evaluation = cast(Any, trainer.method.evaluation)._task_evaluation
         prompts = [prompt for _, prompt in evaluation._prompts]
         rollouts = HuggingFaceRollouts(
-            trainer.student.full.model,
-            trainer.tokenizer,
-            top_k=1,
-            temperature=temperature,
+            Sampler(
+                trainer.student.full.model, trainer.tokenizer, top_k=1, temperature=temperature
+            ),
             max_new_tokens=6,
             batch_tokens=10_000,
         )

@@ -21,6 +21,7 @@ from student_trainer.losses import Rows
 from student_trainer.model.loading import load_image_reader, load_model
 from student_trainer.model.student import Student
 from student_trainer.rollouts.rollouts import HuggingFaceRollouts
+from student_trainer.rollouts.sampler import Sampler
 from tests import tiny_vision
 from tests.student_trainer import tiny
 
@@ -72,14 +73,9 @@ def prompts_in(root: Path, records: list[dict[str, Any]], reader: ImageReader) -
 
 def sample_rollouts(student: Student, prompts: list[Prompt], **options: Any) -> list[Rollout]:
     rollouts = HuggingFaceRollouts(
-        student.model,
-        WORDS,
-        top_k=4,
-        temperature=1.0,
+        Sampler(student.model, WORDS, top_k=4, temperature=1.0, never=PLACEHOLDER, **options),
         max_new_tokens=8,
         batch_tokens=2000,
-        never=PLACEHOLDER,
-        **options,
     )
     numbers = range(len(prompts))
     return [rollout for batch in rollouts.generate(prompts, numbers, seed=3) for rollout in batch]

@@ -21,6 +21,7 @@ from student_trainer.model.probes import find_logit_map
 from student_trainer.model.student import Student
 from student_trainer.objectives.distillation import DistillationObjective, distillation_loss
 from student_trainer.rollouts.rollouts import HuggingFaceRollouts
+from student_trainer.rollouts.sampler import Sampler
 from student_trainer.teachers.source import PendingRows
 from tests.student_trainer import tiny
 from tests.student_trainer.model_teacher import ModelTeacher
@@ -66,7 +67,9 @@ def soft_capped() -> Any:
 
 def batch_of(model: Any) -> Batch:
     rollouts = HuggingFaceRollouts(
-        model, tiny.tokenizer(), top_k=4, temperature=1.3, max_new_tokens=6, batch_tokens=1000
+        Sampler(model, tiny.tokenizer(), top_k=4, temperature=1.3),
+        max_new_tokens=6,
+        batch_tokens=1000,
     )
     prompts = [tiny.prompt(1, 2, 3), tiny.prompt(4), tiny.prompt(5, 6)]
     (batch_rollouts,) = rollouts.generate(prompts, range(3), seed=0)

@@ -9,7 +9,7 @@ import numpy as np
 from student_trainer.data.prompts import Prompt
 from student_trainer.rollout_client.order import Order
 from student_trainer.rollouts.rollouts import HuggingFaceRollouts
-from student_trainer.rollouts.sampler import SampledTokens
+from student_trainer.rollouts.sampler import SampledTokens, Sampler
 from tests.student_trainer import tiny
 
 
@@ -17,14 +17,16 @@ def sample_in_process(order: Order, model: Any, *, bf16: bool = False) -> list[S
     """Sample an order, whose limits must be equal, with `HuggingFaceRollouts`."""
     settings = order.settings
     rollouts = HuggingFaceRollouts(
-        model,
-        tiny.tokenizer(),
-        top_k=settings.top_k,
-        temperature=settings.temperature,
+        Sampler(
+            model,
+            tiny.tokenizer(),
+            top_k=settings.top_k,
+            temperature=settings.temperature,
+            draws=settings.draws,
+            bf16=bf16,
+        ),
         max_new_tokens=order.sequences[0].limit,
         batch_tokens=settings.batch_tokens,
-        draws=settings.draws,
-        bf16=bf16,
     )
     prompts = [
         Prompt(request.token_ids.numpy().astype(np.int32), "") for request in order.sequences

@@ -32,10 +32,7 @@ def make_rollouts(
     model: Any, *, top_k: int = 5, temperature: float = 1.0, new: int = 8, batch: int = 10_000
 ) -> HuggingFaceRollouts:
     return HuggingFaceRollouts(
-        model,
-        tiny.tokenizer(),
-        top_k=top_k,
-        temperature=temperature,
+        Sampler(model, tiny.tokenizer(), top_k=top_k, temperature=temperature),
         max_new_tokens=new,
         batch_tokens=batch,
     )
@@ -215,14 +212,16 @@ def test_padding_is_never_sampled(draws: int) -> None:
     wide_rollouts, narrow_rollouts = (
         generate_rollouts(
             HuggingFaceRollouts(
-                model,
-                tiny.tokenizer(),
-                top_k=5,
-                temperature=1.2,
+                Sampler(
+                    model,
+                    tiny.tokenizer(),
+                    top_k=5,
+                    temperature=1.2,
+                    draws=draws,
+                    vocab_size=vocab_size,
+                ),
                 max_new_tokens=8,
                 batch_tokens=10_000,
-                draws=draws,
-                vocab_size=vocab_size,
             ),
             PROMPTS,
             range(5),

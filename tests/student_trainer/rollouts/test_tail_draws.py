@@ -137,13 +137,15 @@ def generate_rollouts(
     **options: Any,
 ) -> list[Rollout]:
     rollouts = HuggingFaceRollouts(
-        model,
-        tiny.tokenizer(),
-        top_k=top_k,
-        temperature=options.pop("temperature", 1.0),
+        Sampler(
+            model,
+            tiny.tokenizer(),
+            top_k=top_k,
+            temperature=options.pop("temperature", 1.0),
+            draws=draws,
+        ),
         max_new_tokens=new,
         batch_tokens=options.pop("batch", 10_000),
-        draws=draws,
     )
     prompts = options.pop("prompts", PROMPTS)
     batches = rollouts.generate(prompts, numbers, **{"seed": 3, **options})
