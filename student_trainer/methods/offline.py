@@ -157,13 +157,10 @@ def build(
     tail = method.tail or ("bucket+teacher_samples" if store.has_samples else "bucket")
     objective = _make_objective(config, store, tail, isinstance(other_store, CrossTokenizerStore))
     read_sequence = choose_reader(config, other_store, images)
-    sampling_options: dict[str, Any] = {"top_k": 0, "temperature": store.temperature, "draws": 0}
-    sampling_options["vocab_size"] = student.full.vocab_size
-    engine_rollouts = None
-    if engine is not None:
-        engine_rollouts = engine.rollouts(sampling_settings(config, **sampling_options))
+    settings = sampling_settings(config, student, top_k=0, temperature=store.temperature)
+    engine_rollouts = None if engine is None else engine.rollouts(settings)
     rollouts: Rollouts = engine_rollouts or plain_rollouts(
-        config, student, inputs.tokenizer, **sampling_options
+        config, student, inputs.tokenizer, settings
     )
     mixture = rollouts_ahead = None
     if config.teacher is not None:

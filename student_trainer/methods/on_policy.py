@@ -31,6 +31,7 @@ both once when an attempt starts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -173,19 +174,21 @@ def build(
     teachers, tokenizer = inputs.teachers, inputs.tokenizer
     objective: DistillationObjective | CrossTokenizerObjective
     objective = DistillationObjective.on_policy(config.method, tuple(config.teachers))
-    sampling_options: dict[str, Any] = {
-        "top_k": config.top_k if config.method.student_head else 0,
-        "temperature": objective.temperature,
-        "draws": config.draws,
-        "vocab_size": student.full.vocab_size,
-    }
+    settings = sampling_settings(
+        config,
+        student,
+        top_k=config.top_k if config.method.student_head else 0,
+        temperature=objective.temperature,
+        draws=config.draws,
+    )
     teacher: TeacherSource
     if not isinstance(pair, TokenizerPair):
         sources = _make_remote_teachers(config, teachers, student.full.vocab_size, tokenizer, pair)
         teacher = TeachersByName(sources)
     else:
         objective = CrossTokenizerObjective(config.method.horizon, objective.temperature)
-        sampling_options |= {"top_k": 1, "draws": 0}  # a row needs a head, but the loss reads none
+        # A row needs a head, but the loss reads none.
+        settings = replace(settings, top_k=1, draws=0)
         teacher = CrossTokenizerTeacher(
             teachers[""].client,
             pair.aligner,
@@ -193,12 +196,8 @@ def build(
             temperature=config.method.temperature,
             max_length=teachers[""].info.max_length,
         )
-    engine_rollouts = None
-    if engine is not None:
-        engine_rollouts = engine.rollouts(sampling_settings(config, **sampling_options))
-    rollouts: Rollouts = engine_rollouts or plain_rollouts(
-        config, student, tokenizer, **sampling_options
-    )
+    engine_rollouts = None if engine is None else engine.rollouts(settings)
+    rollouts: Rollouts = engine_rollouts or plain_rollouts(config, student, tokenizer, settings)
     answers = ScoredRollouts(student, rollouts, teacher, config.seed)
     training, held_out = prompts
     rollouts_ahead = (

@@ -119,9 +119,18 @@ def check_shares(data: DataConfig | None, processes: int, held_out: int) -> None
 
 
 def sampling_settings(
-    config: AnyTraining, *, top_k: int, temperature: float, draws: int, vocab_size: int
+    config: AnyTraining,
+    student: Replicated | Sharded,
+    *,
+    top_k: int,
+    temperature: float,
+    draws: int = 0,
 ) -> SamplingSettings:
-    """Return the settings of training rollouts; the options are those of `plain_rollouts`."""
+    """Return the settings of rollouts, whoever samples them.
+
+    `top_k`: head ids to record for each sampled token; 0 records none. `draws`: ids to draw from
+    the tail of each token.
+    """
     return SamplingSettings(
         top_k=top_k,
         temperature=temperature,
@@ -129,7 +138,7 @@ def sampling_settings(
         seed=config.seed,
         stream_tokens=config.method.max_new_tokens,
         batch_tokens=sampling_batch(config),
-        vocab_size=vocab_size,
+        vocab_size=student.full.vocab_size,
     )
 
 
@@ -141,35 +150,31 @@ def sampling_batch(config: AnyTraining) -> int:
     return 4 * config.train.tokens_per_micro_batch
 
 
-def plain_rollouts(
-    config: AnyTraining,
-    student: Replicated | Sharded,
-    tokenizer: Any,
-    *,
-    top_k: int,
-    temperature: float,
-    draws: int = 0,
-    vocab_size: int | None = None,
-) -> HuggingFaceRollouts:
-    """Return the sampler of single-turn rollouts of the student.
+def make_sampler(
+    config: AnyTraining, student: Replicated | Sharded, tokenizer: Any, settings: SamplingSettings
+) -> Sampler:
+    """Return the sampler of this process."""
+    return Sampler(
+        student.full.model,
+        tokenizer,
+        top_k=settings.top_k,
+        temperature=settings.temperature,
+        draws=settings.draws,
+        vocab_size=settings.vocab_size,
+        bf16=computes_in_bfloat16(config.student),
+        never=student.full.placeholder,
+        equal_lengths=student.full.equal_lengths,
+    )
 
-    `top_k`: head ids to record for each sampled token; 0 records none. `draws`: ids to draw from
-    the tail of each token. `vocab_size`: sample from the first `vocab_size` ids; None: from all.
-    """
+
+def plain_rollouts(
+    config: AnyTraining, student: Replicated | Sharded, tokenizer: Any, settings: SamplingSettings
+) -> HuggingFaceRollouts:
+    """Return the single-turn rollouts that this process samples."""
     return HuggingFaceRollouts(
-        Sampler(
-            student.full.model,
-            tokenizer,
-            top_k=top_k,
-            temperature=temperature,
-            draws=draws,
-            vocab_size=vocab_size,
-            bf16=computes_in_bfloat16(config.student),
-            never=student.full.placeholder,
-            equal_lengths=student.full.equal_lengths,
-        ),
-        max_new_tokens=config.method.max_new_tokens,
-        batch_tokens=sampling_batch(config),
+        make_sampler(config, student, tokenizer, settings),
+        max_new_tokens=settings.stream_tokens,
+        batch_tokens=settings.batch_tokens,
     )
 
 

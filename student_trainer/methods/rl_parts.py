@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from accelerate import Accelerator
 from torch import Tensor
@@ -16,18 +15,18 @@ from student_trainer.data.sequence import Rollout
 from student_trainer.environments.retriever import Retriever
 from student_trainer.methods.preparation import (
     Inputs,
+    make_sampler,
     plain_rollouts,
     sampling_batch,
     sampling_settings,
 )
 from student_trainer.methods.rl_prompts import RLPrompts, context_prompt
-from student_trainer.model.loading import computes_in_bfloat16
 from student_trainer.parallel.passes import run_passes_over_rollouts
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollout_client.connection import EngineConnection
 from student_trainer.rollout_client.engine_rollouts import EngineRollouts
+from student_trainer.rollout_client.order import SamplingSettings
 from student_trainer.rollouts.rollouts import Rollouts
-from student_trainer.rollouts.sampler import Sampler
 from student_trainer.rollouts.search import SearchConversations, SearchRollouts
 from student_trainer.teachers.anchor import Anchor, AnchorTeacher
 from student_trainer.teachers.remote import RemoteTeacher
@@ -56,7 +55,7 @@ def engine_rollouts(
     for_evaluation: bool = False,
 ) -> EngineRollouts:
     """Return the sampler of `make_rollouts` that samples with the engine."""
-    settings = sampling_settings(config, **_sampling_options(config, student, for_evaluation))
+    settings = _sampling_settings(config, student, for_evaluation)
     return engine.rollouts(settings, _make_conversations(config, material))
 
 
@@ -71,36 +70,28 @@ def make_rollouts(
     """Return the sampler of training and KL rollouts, or of task answers if `for_evaluation`."""
     if engine is not None:
         return engine_rollouts(config, material, student, engine, for_evaluation=for_evaluation)
-    sampling = _sampling_options(config, student, for_evaluation)
-    conversations = _make_conversations(config, material)
+    settings = _sampling_settings(config, student, for_evaluation)
+    conversations, tokenizer = _make_conversations(config, material), material.tokenizer
     if conversations is None:
-        return plain_rollouts(config, student, material.tokenizer, **sampling)
-    bf16 = computes_in_bfloat16(config.student)
-    return SearchRollouts(
-        conversations,
-        Sampler(
-            student.full.model,
-            material.tokenizer,
-            **sampling,
-            bf16=bf16,
-            equal_lengths=student.full.equal_lengths,
-        ),
-        material.tokenizer,
-        stream_tokens=config.method.max_new_tokens,
-    )
+        return plain_rollouts(config, student, tokenizer, settings)
+    sampler = make_sampler(config, student, tokenizer, settings)
+    return SearchRollouts(conversations, sampler, tokenizer, stream_tokens=settings.stream_tokens)
 
 
-def _sampling_options(
+def _sampling_settings(
     config: RLJob, student: Replicated | Sharded, for_evaluation: bool
-) -> dict[str, Any]:
-    """Return the sampling options, as keyword arguments of `plain_rollouts`."""
+) -> SamplingSettings:
     method = config.method
-    vocabulary = {"vocab_size": student.full.vocab_size}
     if for_evaluation and config.eval.temperature:
-        return {"top_k": 1, "temperature": config.eval.temperature, "draws": 0, **vocabulary}
+        return sampling_settings(config, student, top_k=1, temperature=config.eval.temperature)
     # With top_k = 0 only the sampled token counts, but a row needs a head: one id.
-    top_k = max(method.top_k, 1)
-    return {"top_k": top_k, "temperature": method.temperature, "draws": config.draws, **vocabulary}
+    return sampling_settings(
+        config,
+        student,
+        top_k=max(method.top_k, 1),
+        temperature=method.temperature,
+        draws=config.draws,
+    )
 
 
 def _make_conversations(config: RLJob, material: RLMaterial) -> SearchConversations | None:

@@ -45,6 +45,7 @@ from student_trainer.methods.preparation import (
     check_shares,
     held_out_evaluation,
     plain_rollouts,
+    sampling_settings,
 )
 from student_trainer.objectives.cross_entropy import CrossEntropyObjective
 from student_trainer.parallel.sharding import Replicated, Sharded
@@ -120,7 +121,8 @@ def build(
     objective = CrossEntropyObjective()
     steps = SFTSteps(config, accelerator, training, held_out)
     prompts = [example.prompt for example in held_out]
-    rollouts = plain_rollouts(config, student, tokenizer, top_k=0, temperature=1.0)
+    settings = sampling_settings(config, student, top_k=0, temperature=1.0)
+    rollouts = plain_rollouts(config, student, tokenizer, settings)
     evaluation = held_out_evaluation(
         config,
         accelerator,
