@@ -102,7 +102,9 @@ def serve(
                 runner=_create_runner(ray, slurm, slurm_option or []),
                 policy=_create_policy(machine, most_queued, retries, backoff, give_up_after),
                 preflight=JobPreflight(trainers_are_local=ray is None and not slurm),
-                on_ready=lambda port: _print_address(endpoint.address(port)),
+                on_ready=lambda port: print(
+                    "server listening on", endpoint.address(port), flush=True
+                ),
             )
         )
 
@@ -160,10 +162,6 @@ def _import_runs(runs: Path, database: Path, source: Path) -> None:
 def _start_logging() -> None:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("protos.rpc.metrics_page").setLevel(logging.INFO)  # tells its address
-
-
-def _print_address(address: str) -> None:
-    print(f"server listening on {address}", flush=True)
 
 
 def _create_machine(

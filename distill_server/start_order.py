@@ -111,7 +111,8 @@ class StartOrder:
         try:
             config = parse_config(job.config_json)
         except InvalidInput:  # written by an older version; the start reports the error
-            return DueJob(job, Share(0, ())) if self._has_slot(shares) else None
+            has_slot = sum(share.slots for share in shares) < self._machine.slots
+            return DueJob(job, Share(0, ())) if has_slot else None
         try:
             self._machine.require_room(config)
         except InvalidInput as error:
@@ -143,9 +144,6 @@ class StartOrder:
                 self._write_phase(job, teacher_state.phase)
                 self._needs.make_room()
                 return None
-
-    def _has_slot(self, shares: Sequence[Share]) -> bool:
-        return sum(share.slots for share in shares) < self._machine.slots
 
     def _make_room(self, config: AnyJob, shares: Sequence[Share]) -> None:
         """Stop idle teachers if the job could start in their place."""

@@ -45,7 +45,7 @@ from clients.store.copies import files_on_disk
 from protos.errors import DistillError, InvalidInput
 from student_trainer.cross_tokenizer.store import open_cross_tokenizer_store
 from student_trainer.data.captured_stores import open_stores
-from student_trainer.data.examples import Example, example_encoding
+from student_trainer.data.examples import example_encoding
 from student_trainer.data.prompts import Encoder, ModelIds, Prompt, prompt_encoding
 from student_trainer.data.records import RecordReader
 from student_trainer.data.sequence import Rollout, TokenSequence
@@ -104,7 +104,9 @@ def _survey(config: AnyTraining, tokenizer: Any) -> Iterator[SurveyedRecord]:
         return _survey_store(config, tokenizer)
     if isinstance(config, SFTJob):
         examples = example_encoding(config, tokenizer, ids)
-        return _survey_data(*examples, tokenizer, lambda item: _example(item, tokenizer))
+        return _survey_data(
+            *examples, tokenizer, lambda item: (_sequence_input(item.sequence, tokenizer),)
+        )
     read_inputs = _prompt_reading(config, tokenizer)
     if config.data is None:
         prompts = load_rl_prompts(config, tokenizer, model_ids=ids).training.of_step(1, 32)
@@ -150,10 +152,6 @@ def _survey_data(
             lost = lost_in_row(data.prompt_format, tokenizer, row, is_answered=is_answered)
             others = messages_of_others(data.prompt_format, row) if inputs else ()
             yield SurveyedRecord(where, inputs, left_out, refused, lost, others)
-
-
-def _example(example: Example, tokenizer: Any) -> tuple[ModelInput, ...]:
-    return (_sequence_input(example.sequence, tokenizer),)
 
 
 def _sequence_input(sequence: TokenSequence, tokenizer: Any) -> ModelInput:

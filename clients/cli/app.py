@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The options may not parse, so the format of errors is found by searching for the flags.
     is_plain = "--no-color" in arguments or bool(os.environ.get("NO_COLOR"))
     output = Output(as_json="--json" in arguments, color=not is_plain)
-    if "--json" in _option_arguments(arguments):
+    if "--json" in arguments and "--" not in arguments[: arguments.index("--json")]:
         # The one global option that is also accepted after the command.
         arguments.remove("--json")
         arguments.insert(0, "--json")
@@ -156,11 +156,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         file_prefix = f"{error.filename}: " if error.filename else ""
         output.fail(InternalFault(f"{file_prefix}{error.strerror or error}"))
         return int(ExitCode.JOB_FAILED)
-
-
-def _option_arguments(arguments: Sequence[str]) -> Sequence[str]:
-    """Return the arguments before `--`."""
-    return arguments[: arguments.index("--")] if "--" in arguments else arguments
 
 
 def _report_usage_error(error: typer.TyperException, output: Output) -> int:

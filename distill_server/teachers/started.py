@@ -244,7 +244,7 @@ class StartedTeachers:
                 await self._record_address(teacher, address, port)
             if self._is_idle(teacher) and not teacher.is_stopping:
                 self.stop(teacher)
-        elif teacher.is_stopping or (teacher.is_inherited and not self._is_needed(teacher)):
+        elif teacher.is_stopping or (teacher.is_inherited and teacher.key not in self._users):
             teacher.is_running, teacher.is_stopping = False, True
             await self._remove_teacher(teacher)
         else:
@@ -320,6 +320,3 @@ class StartedTeachers:
 
     def _is_idle(self, teacher: TeacherProcess) -> bool:
         return time.monotonic() - teacher.used_at > self._policy.linger
-
-    def _is_needed(self, teacher: TeacherProcess) -> bool:
-        return teacher.key in self._users

@@ -108,7 +108,8 @@ class WebClient:
         """
         url = str(self._url).rstrip("/") + path if path else str(self._url)
         for failures in range(1, self._attempts + 1):
-            is_last, pause = failures == self._attempts, _choose_pause(failures)
+            is_last = failures == self._attempts
+            pause = backoff(failures, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
             try:
                 answer = await self._request_once(method, url, body)
             except (Unavailable, TimedOut) as fault:
@@ -203,10 +204,6 @@ def _build_key_header(variable: str) -> dict[str, str]:
             f"${variable} has characters that no key has", hint="check how it was copied"
         )
     return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def _choose_pause(failures: int) -> float:
-    return backoff(failures, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:

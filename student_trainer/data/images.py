@@ -78,7 +78,9 @@ def with_images(
         )
     if not sources:
         return ids, None
-    images = tuple(_read_image(source, where) for source in sources)
+    images = tuple(
+        source if isinstance(source, bytes) else read_image(source, where) for source in sources
+    )
     digests = tuple(map(digest_of, images))
     try:
         pixels = _load_pixels(reader, tuple(sources), digests)
@@ -117,10 +119,6 @@ def tensors_of(pixels: Sequence[Pixels], input_ids: Tensor, placeholder: int) ->
         ),
         "mm_token_type_ids": input_ids.eq(placeholder).int(),
     }
-
-
-def _read_image(source: Source, where: str) -> bytes:
-    return source if isinstance(source, bytes) else read_image(source, where)
 
 
 @lru_cache(maxsize=_CACHED_IMAGES)

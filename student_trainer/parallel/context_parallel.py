@@ -324,7 +324,7 @@ def _check_divided(group: ContextGroup, divided: Student, full: Student) -> None
     for layer in _find_layers(divided.model):
         if not any(
             isinstance(attention, _Attention) and attention.was_called
-            for attention in _find_attentions(layer)
+            for attention in [vars(module).get("context") for module in layer.modules()]
         ):
             name = type(layer).__name__.removeprefix("FSDP")
             reason = f"its {name} does not use the attention interface of transformers"
@@ -332,10 +332,6 @@ def _check_divided(group: ContextGroup, divided: Student, full: Student) -> None
     # Products of float32 matrices may be TF32 on a GPU, which is a little better than bfloat16.
     if not (states - expected).norm() <= 2e-2 * expected.norm():
         raise _build_error(full.model, "something else than its attention reads several tokens")
-
-
-def _find_attentions(layer: nn.Module) -> list[Any]:
-    return [vars(module).get("context") for module in layer.modules()]
 
 
 def _build_error(model: Any, why: str) -> InvalidInput:

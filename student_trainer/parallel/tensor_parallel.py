@@ -85,7 +85,7 @@ def parallel_styles(model: Any) -> dict[nn.Module, ParallelStyle]:
         if "*" not in pattern or not matching_modules:
             continue  # outside the layers, or only in a variant of the model
         if style not in _STYLES or not all(
-            style == _NORMS or _is_linear(module) for module in matching_modules
+            style == _NORMS or type(module) is nn.Linear for module in matching_modules
         ):
             raise _build_error(model, f"{pattern} is {style!r} in its plan, which is not supported")
         styles |= {module: _STYLES[style]() for module in matching_modules}
@@ -113,10 +113,6 @@ def _copy_output(_: nn.Module, inputs: object, output: Tensor) -> Tensor:
     operation on a view would drop that hook.
     """
     return output.clone()
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear
 
 
 def _build_error(model: Any, why: str) -> InvalidInput:

@@ -84,7 +84,7 @@ def order_parts(order: Order) -> list[rollouts_pb2.OrderPart]:
         parts = [rollouts_pb2.OrderPart(header=header)]
         for request in order.sequences:
             sequence = rollouts_pb2.SequenceRequest(
-                token_ids=_to_int32_bytes(request.token_ids),
+                token_ids=request.token_ids.numpy().astype("<i4").tobytes(),
                 number=request.number,
                 limit=request.limit,
                 used=request.used,
@@ -392,10 +392,6 @@ def _join_floats(parts: Sequence[rollouts_pb2.SampledPart], name: str) -> NDArra
 
 def _to_array(tensor: Tensor, dtype: str) -> NDArray[Any]:
     return tensor.numpy().astype(dtype, copy=False)
-
-
-def _to_int32_bytes(token_ids: Tensor) -> bytes:
-    return token_ids.numpy().astype("<i4").tobytes()
 
 
 def _refuse_field(field: str, message: str, hint: str) -> NoReturn:

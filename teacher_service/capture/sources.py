@@ -160,7 +160,9 @@ class ServiceSource:
         # Of the rows that were requested and not yet yielded, and of their images.
         requested_bytes = 0
         queries = (
-            self._build_query(index) for number in numbers for index in self._plan.file(number)
+            self._query_settings.build_query(self._plan[index])
+            for number in numbers
+            for index in self._plan.file(number)
         )
         for number in numbers:
             rows: list[RowBlock] = []
@@ -180,9 +182,6 @@ class ServiceSource:
                 requested_bytes -= answer_size
                 on_scored(len(rows[-1]))
             yield rows
-
-    def _build_query(self, index: int) -> ScoreQuery:
-        return self._query_settings.build_query(self._plan[index])
 
 
 def score_file(

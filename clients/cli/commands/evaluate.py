@@ -127,7 +127,9 @@ def exam(
     if not out:
         config = config.model_copy(update={"out": f"runs/eval-{_config_digest(config)}"})
     output.say(f"answers are stored in {config.out}")
-    return _print_results(_run_evaluation(config, output), config, output)
+    # The program may load torch.
+    reply = run_program(["student_trainer.exam"], config.model_dump_json(), output)
+    return _print_results(reply, config, output)
 
 
 def _require_packages(config: ExamConfig) -> None:
@@ -256,11 +258,6 @@ def _require_columns(config: ExamConfig) -> None:
 def _config_digest(config: ExamConfig) -> str:
     settings_json = config.model_dump_json(exclude=_IRRELEVANT_TO_ANSWERS)
     return hashlib.sha256(settings_json.encode()).hexdigest()[:12]
-
-
-def _run_evaluation(config: ExamConfig, output: Output) -> tuple[int, str]:
-    """Run the evaluation program, which may load torch; return its exit code and stdout."""
-    return run_program(["student_trainer.exam"], config.model_dump_json(), output)
 
 
 def _print_results(reply: tuple[int, str], config: ExamConfig, output: Output) -> ExitCode:

@@ -123,21 +123,17 @@ def _run_and_conclude(
             shutil.rmtree(run.path)
         raise
     status = run.read_status()
-    if remove_if_refused and status is not None and _is_refusal(status):
+    if remove_if_refused and status and (status.verdict, status.phase) == ("failed", "preflight"):
         # The job was refused before its first step: there is nothing to resume.
         shutil.rmtree(run.path)
         raise error_of(status.code, status.reason)
-    conclusion = conclude(output, progress, **_output_paths(run))
+    conclusion = conclude(output, progress, run=run.path, **run.config().outputs(run.path))
     if conclusion is ExitCode.JOB_FAILED:
         output.say(f"trainer log: {run.log_file(attempt)}")
     if conclusion is not ExitCode.OK:
         output.say(f"to resume: distill run --resume {run.path}")
     # These two codes are more specific than the job's state.
     return code if code in (ExitCode.INTERRUPTED, ExitCode.WRONG_STATE) else conclusion
-
-
-def _output_paths(run: RunDirectory) -> dict[str, Path | str]:
-    return {"run": run.path, **run.config().outputs(run.path)}
 
 
 def _create_run(job: str, job_overrides: list[str], runs: Path, directory: str) -> RunDirectory:
@@ -255,10 +251,6 @@ def _new_attempt(run: RunDirectory, status: Status | None) -> int:
     attempt = max([*numbers, status.attempt if status else 0]) + 1
     run.logs(attempt).mkdir(parents=True)
     return attempt
-
-
-def _is_refusal(status: Status) -> bool:
-    return status.verdict == "failed" and status.phase == "preflight"
 
 
 def capture(

@@ -154,17 +154,14 @@ class RLConfig(Table):
     @property
     def tail_mode(self) -> Tail:
         """The tail mode of `topk_kl`. Both defaults are unbiased."""
-        return self.tail or _default_tail(self.divergence)
+        # With forward KL the anchor chooses the head, after the student has drawn.
+        default: Tail = "bucket+draws" if self.divergence == "reverse_kl" else "bucket+sampled"
+        return self.tail or default
 
     @property
     def direction(self) -> Literal["forward", "reverse"]:
         """Direction of the KL: the argument of the loss functions."""
         return "reverse" if self.divergence == "reverse_kl" else "forward"
-
-
-def _default_tail(divergence: str | None) -> Tail:
-    # With forward KL the anchor chooses the head, after the student has drawn.
-    return "bucket+draws" if divergence == "reverse_kl" else "bucket+sampled"
 
 
 class AnchorConfig(Table):

@@ -114,7 +114,8 @@ class RayRunner:
                 self._forget_attempt(name, directory)
                 return _resolve_outcome(job, run, attempt)
             return Running()
-        return Running("" if _has_begun(directory) else _waiting_phase(directory))
+        has_begun = (directory / "rank-0" / "shim.json").exists()
+        return Running("" if has_begun else _waiting_phase(directory))
 
     def stop(self, run: RunDirectory, attempt: int, *, now: bool) -> None:
         """Stop the driver, which reads from control.json whether to stop at once. Repeatable."""
@@ -142,10 +143,6 @@ def _engine_fields(config: AnyJob, share: Share, processes: int) -> dict[str, An
         "engine_gpus": rollouts.tensor_parallel_size if gpus else 0,
         "engine_arguments": rollouts_command(student, rollouts)[1:],
     }
-
-
-def _has_begun(directory: Path) -> bool:
-    return (directory / "rank-0" / "shim.json").exists()
 
 
 def _waiting_phase(directory: Path) -> str:
