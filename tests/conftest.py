@@ -7,10 +7,12 @@ import sys
 from collections.abc import Iterator
 from itertools import groupby, islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import protos  # noqa: F401  # so that gRPC leaves forked processes alone
+from tests.forks import fork_from, forking_address
 
 # One thread per test worker: workers share the processors, and idle OpenMP threads spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -39,6 +41,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--no-processes"):
         sys.addaudithook(_refuse_processes)
+    if (address := getattr(config, "workerinput", {}).get("fork_server")) is not None:
+        fork_from(address)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Let all workers of pytest-xdist fork their processes from one, which has the imports."""
+    if not node.config.getoption("--no-processes"):
+        node.workerinput["fork_server"] = forking_address()
 
 
 @pytest.hookimpl(trylast=True)

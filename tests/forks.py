@@ -23,7 +23,8 @@ _ROOT = Path(__file__).parents[1]
 def fork(target: Callable[..., object], *arguments: Any) -> BaseProcess:
     """Start `target(*arguments)` in a process of its own and return the process."""
     sys.audit("os.fork")  # the fork itself happens in another process
-    process = _CONTEXT.Process(target=_run_target, args=(target, *arguments))
+    streams = Descriptor(1), Descriptor(2)
+    process = _CONTEXT.Process(target=_run_target, args=(streams, target, *arguments))
     with contextlib.chdir(_ROOT):  # so that the child can import `tests`
         process.start()
     return process
@@ -38,14 +39,21 @@ def forking_address() -> str:
 
 
 def fork_from(address: str) -> None:
-    """Called in a forked process: use the existing fork server instead of starting another one."""
+    """Use the existing fork server instead of starting another one."""
     server: Any = forkserver._forkserver
     server._forkserver_address = address
+    if server._forkserver_alive_fd is None:  # in a process that was not forked by that server
+        _, server._forkserver_alive_fd = os.pipe()
     server.ensure_running = lambda: None
 
 
-def _run_target(target: Callable[..., object], *arguments: Any) -> None:
+def _run_target(
+    streams: tuple[Descriptor, Descriptor], target: Callable[..., object], *arguments: Any
+) -> None:
     gc.freeze()  # a garbage collection would copy the shared pages
+    for number, stream in enumerate(streams, 1):
+        os.dup2(stream.number, number)
+        os.close(stream.number)
     target(*arguments)
 
 
