@@ -225,6 +225,7 @@ def test_mixed_with_answers_of_an_engine(
     assert weights(run) == weights(expected_run) != weights(local_run)
 
 
+@pytest.mark.slow
 def test_submitted(
     material: Material, store: Path, undisturbed: RunDirectory, make_server: MakeServer,
     tmp_path: Path,

@@ -102,6 +102,7 @@ def test_two_processes_with_their_weights_in_host_memory(
     assert_close(metrics_of(offloaded_run), metrics_of(sharded_run))
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_by_two_or_by_one(
     material: Material,
     teacher: str,

@@ -70,8 +70,12 @@ def score_in_process(out: Path, groups: tuple[int, int], compiled: bool) -> None
 
 @pytest.mark.parametrize(
     ("world", "groups"),
-    [(2, (1, 1)), (4, (1, 1)), (4, (2, 1)), (4, (1, 2))],
-    ids=["two", "four", "tensor", "context"],
+    [
+        pytest.param(2, (1, 1), id="two"),
+        pytest.param(4, (1, 1), id="four"),
+        pytest.param(4, (2, 1), id="tensor", marks=pytest.mark.slow),
+        pytest.param(4, (1, 2), id="context"),
+    ],
 )
 def test_scores_as_one_process(tmp_path: Path, world: int, groups: tuple[int, int]) -> None:
     assert (
