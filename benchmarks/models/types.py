@@ -344,6 +344,13 @@ def reason_of(error: Exception) -> str:
     return re.split(r"[.!] (?=[A-Z])| for this kind of", words)[0][:160].rstrip(".")
 
 
+def list_cells(outcome: Outcome) -> list[str]:
+    """Return the cells of a type's row in docs/models.md."""
+    parts = (outcome.teacher, outcome.student, outcome.sampling, outcome.adapters, outcome.export)
+    cells = [f"`{outcome.type}`", outcome.head or "plain", *parts]
+    return [cell.replace("|", "/") for cell in cells]
+
+
 def format_page(outcomes: list[Outcome]) -> str:
     """Return docs/models.md."""
     total = len(outcomes)
@@ -367,18 +374,7 @@ def format_page(outcomes: list[Outcome]) -> str:
         [label, f"{count} of {total}", f"{100 * count / total:.0f}%"]
         for label, count in counts.items()
     ]
-    types = [
-        [
-            f"`{outcome.type}`",
-            outcome.head or "plain",
-            outcome.teacher.replace("|", "/"),
-            *(
-                cell.replace("|", "/")
-                for cell in (outcome.student, outcome.sampling, outcome.adapters, outcome.export)
-            ),
-        ]
-        for outcome in sorted(outcomes, key=lambda outcome: outcome.type)
-    ]
+    types = [list_cells(outcome) for outcome in sorted(outcomes, key=lambda outcome: outcome.type)]
     return PAGE.format(
         total=total,
         version=transformers.__version__,

@@ -8,10 +8,13 @@ trained from, and has both names of each key.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from transformers import CONFIG_MAPPING
 
 # Of rope_parameters, keys that transformers 4 reads beside rope_scaling, not in it.
 _TOP_LEVEL_ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
@@ -46,11 +49,15 @@ def make_configuration_compatible(
     rope_parameters = saved_text.get("rope_parameters")
     if rope_parameters:
         text.setdefault("rope_parameters", rope_parameters)
-        names = _ROPE_NAMES.get(text.get("model_type", ""), {})
-        for key, value in _old_rope_keys(rope_parameters, text.get("model_type", "")).items():
-            name = names.get(key, key)
-            if text.get(name) is None:
-                text[name] = value
+        model_type = text.get("model_type", "")
+        names = _ROPE_NAMES.get(model_type, {})
+        old_keys = {
+            names.get(key, key): value
+            for key, value in _old_rope_keys(rope_parameters, model_type).items()
+            if text.get(names.get(key, key)) is None
+        }
+        if _keeps_rope(text, old_keys):
+            text |= old_keys
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
 
 
@@ -76,6 +83,23 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
         if isinstance(value, dict) and value.keys() & {"dtype", "torch_dtype"}:
             _set_dtype(value, dtype)
     config["dtype"] = config["torch_dtype"] = dtype
+
+
+def _keeps_rope(text: Mapping[str, Any], old_keys: Mapping[str, Any]) -> bool:
+    """Return whether transformers 5 reads the same rotary embedding with the keys of version 4.
+
+    Some types that version 4 does not have refuse these keys. The keys of a type that is not of
+    transformers are kept, since its code may read them.
+    """
+    if text.get("model_type") not in CONFIG_MAPPING:
+        return True
+    config_class = CONFIG_MAPPING[text["model_type"]]
+    expected = config_class.from_dict(copy.deepcopy({**text})).rope_parameters
+    try:
+        config = config_class.from_dict(copy.deepcopy({**text, **old_keys}))
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return False
+    return bool(config.rope_parameters == expected)
 
 
 def _old_rope_keys(rope_parameters: Mapping[str, Any], model_type: str) -> dict[str, Any]:

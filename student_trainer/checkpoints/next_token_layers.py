@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -73,5 +74,6 @@ class NextTokenLayers:
 
 def _is_next_token(name: str, text_config: Any) -> bool:
     number = _LAYER_NUMBER.search(name)
-    is_later = number is not None and int(number[1]) >= text_config.num_hidden_layers
+    layers = getattr(text_config, "num_hidden_layers", math.inf)  # Blt has several stacks
+    is_later = number is not None and int(number[1]) >= layers
     return is_later or _MTP_NAME.search(name) is not None

@@ -23,7 +23,6 @@ from student_trainer.model.probes import body_of
 
 FILE, CONFIGURATION = "adapter_model.safetensors", "adapter_config.json"
 ADAPTER = "default"
-_PLAIN_FORWARDS = (nn.Linear.forward, Conv1D.forward)
 
 
 def add_adapters(model: Any, student: StudentConfig, *, with_images: bool = False) -> None:
@@ -95,18 +94,17 @@ def _modules_without_adapters(model: Any, with_images: bool) -> list[str] | None
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D)
     }
+    uses = Counter(id(module.weight) for module in names)
+    plain_modules = {module for module in names if uses[id(module.weight)] == 1}
     offsets: dict[nn.Module, Tensor] = {}
 
-    def add_offset(module: nn.Module, _: Any, output: Tensor) -> Tensor:
+    def add_offset(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
+        if not isinstance(output, Tensor) or not _is_product(module, inputs[0], output):
+            plain_modules.discard(module)
+            return output
         zero = output.new_zeros(1).requires_grad_()
         return output + offsets.setdefault(module, zero)
 
-    uses = Counter(id(module.weight) for module in names)
-    plain_modules = {
-        module
-        for module in names
-        if type(module).forward in _PLAIN_FORWARDS and uses[id(module.weight)] == 1
-    }
     handles = [module.register_forward_hook(add_offset) for module in plain_modules]
     was_training = model.training
     model.train()  # in training, Gemma 3n reads weights that it calls in evaluation
@@ -137,6 +135,17 @@ def _modules_without_adapters(model: Any, with_images: bool) -> list[str] | None
         or module not in plain_modules
         or (module not in learning_modules and "expert" not in name)
     ] or None
+
+
+def _is_product(module: nn.Linear | Conv1D, hidden: Tensor, output: Tensor) -> bool:
+    """Return whether `output` is the product of `hidden` with the weight, plus the bias if any."""
+    weight = module.weight if isinstance(module, nn.Linear) else module.weight.T
+    with torch.no_grad():
+        product = nn.functional.linear(hidden, weight, module.bias)
+    tolerance = 16 * torch.finfo(output.dtype).eps
+    return product.shape == output.shape and torch.allclose(
+        product, output, rtol=tolerance, atol=tolerance * float(product.abs().max())
+    )
 
 
 def has_adapters(model: Any) -> bool:

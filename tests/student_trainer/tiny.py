@@ -20,7 +20,7 @@ from student_trainer.tools import addition
 from student_trainer.tools.pretrain import make_model, make_tokenizer
 
 ALPHABET = "0123456789+="
-PROMPTS = 512  # as many as a usual test uses, as every attempt encodes all
+PROMPTS = 600  # as many as a usual test uses, as every attempt encodes all
 
 
 @dataclass(frozen=True)

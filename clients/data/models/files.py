@@ -20,6 +20,8 @@ from protos.errors import InvalidInput
 log = logging.getLogger(__name__)
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
+# Entries of config.json.
+_LAYER_COUNTS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers"}
 ADAPTER_CONFIG = "adapter_config.json"
 # Keys of a job that name a model directory, and the suffixes of its files that programs read. Other
 # files, such as pickles, are not copied.
@@ -136,8 +138,10 @@ def refuse_quantisation(model: str, entry: Any, field: str) -> None:
 
 
 def refuse_missing_files(path: Path, field: str) -> None:
-    """Raise InvalidInput if a model directory lacks a file of its weight index."""
-    if (path / "model.safetensors").is_file():
+    """Raise InvalidInput if a directory lacks a file of its weight index, or nearly all layers."""
+    weights = path / "model.safetensors"
+    if weights.is_file():
+        _refuse_missing_layers(path, _count_tensors(weights), field)
         return
     missing = sorted(name for name in shard_names(path, field) if not (path / name).is_file())
     if missing:
@@ -147,6 +151,41 @@ def refuse_missing_files(path: Path, field: str) -> None:
             field=field,
             hint="copy the whole directory again",
         )
+    _refuse_missing_layers(
+        path, len(read_object(path / WEIGHTS_INDEX, field).get("weight_map", ())), field
+    )
+
+
+def _refuse_missing_layers(path: Path, tensors: int, field: str) -> None:
+    """Raise InvalidInput if config.json has far more layers than the files have tensors.
+
+    transformers would make all layers before it looks for their weights. A model may use a tensor
+    in several layers. `tensors`: 0 if the files are not readable, which is reported later.
+    """
+    config = read_object(path / "config.json", field)
+    text_config = config.get("text_config")
+    for part in (config, text_config if isinstance(text_config, dict) else {}):
+        for key in part.keys() & _LAYER_COUNTS:
+            if isinstance(part[key], int) and part[key] > 100 * tensors > 0:
+                raise InvalidInput(
+                    f"{path / 'config.json'} has {key} = {part[key]}, but the model's files have"
+                    f" {tensors} tensors",
+                    field=field,
+                    hint="save the whole model again, with the config.json it belongs to",
+                )
+
+
+def _count_tensors(file: Path) -> int:
+    """Return the number of tensors in a .safetensors file; 0 if its header is not readable."""
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        if size > file.stat().st_size:
+            return 0
+        try:
+            header = json.loads(stream.read(size))
+        except ValueError:
+            return 0
+    return len(header.keys() - {"__metadata__"}) if isinstance(header, dict) else 0
 
 
 def check_loaded_weights(

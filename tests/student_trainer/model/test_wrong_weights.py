@@ -97,6 +97,24 @@ def test_a_layer_too_many_in_the_config(directory: Path) -> None:
     assert "has no weights for model.layers.2." in load_and_catch(directory).message
 
 
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_trillion_layers_in_the_config(directory: Path, is_sharded: bool) -> None:
+    """Refused before transformers makes them, by preflight, the student and the teacher."""
+    if is_sharded:
+        tiny.model(layers=2).save_pretrained(directory, max_shard_size=2000)
+        (directory / "model.safetensors").unlink()
+    change_config(directory, num_hidden_layers=10**12)
+    message = "has num_hidden_layers = 1000000000000, but the model's files have "
+    assert message in load_and_catch(directory).message
+    for check in (
+        lambda: check_student(StudentConfig(model=str(directory))),
+        lambda: model_directory(str(directory)),
+    ):
+        with pytest.raises(InvalidInput) as caught:
+            check()
+        assert message in caught.value.message
+
+
 def test_a_layer_too_few_in_the_config_is_told(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
