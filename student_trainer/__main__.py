@@ -30,8 +30,8 @@ from student_trainer.teachers.connections import connect
 def main() -> int:
     """Run the attempt and return its exit code.
 
-    Progress and the verdict are written to the run directory. SIGTERM asks the trainer to save a
-    checkpoint after the current step and to stop.
+    Progress and the verdict are written to the run directory. After SIGTERM, the trainer finishes
+    the current step, saves a checkpoint and stops.
     """
     parser = argparse.ArgumentParser(prog="student_trainer", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="the run directory of the job")
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def _detect_lost_process(attempt: Callable[[], Verdict]) -> Verdict:
-    """Return `attempt()`. Raises AttemptDied if it fails because another process has died."""
+    """Return `attempt()`. Raises AttemptDied if `attempt` fails because another process died."""
     try:
         return attempt()
     except RuntimeError as error:
@@ -89,7 +89,7 @@ def _run_attempt(
     attempt: int,
     from_step: int | None,
 ) -> Verdict:
-    """Run the checks, cheapest first, connect to the teachers, and train; return the verdict."""
+    """Run the checks (cheapest first), connect to the teachers, train, and return the verdict."""
     progress.say("preflight", 0)
     check_files(config)
     config = files_on_disk(config)

@@ -1,8 +1,8 @@
 """Builds a Trainer from a job.
 
-Order: tokenizer; the method (`methods/`) prepares, which reads and checks the data; newest intact
-checkpoint; student; the method is built, with its teacher sources, anchor and objective; optimizer;
-metrics.
+The order is: load the tokenizer; prepare the method (`methods/`), which reads and checks the data;
+find the newest intact checkpoint; load the student; build the method with its teacher sources,
+anchor and objective; build the optimizer; open the metrics.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def assemble(
     rewards: Rewards | None = None,
     service: RolloutServices | PlacedServices | None = None,
 ) -> Trainer:
-    """Collective. Return a trainer that resumes from the newest intact checkpoint, if there is one.
+    """Collective. Return a trainer. It resumes from the newest intact checkpoint, if one exists.
 
-    `from_step`: resume from this step instead. Checkpoints of later steps are deleted. `service`:
+    `from_step`: resume from this step instead, and delete checkpoints of later steps. `service`:
     None if this process samples. Raises a DistillError.
     """
     disable_progress_bar()  # progress bars of every checkpoint would fill the log
@@ -137,9 +137,9 @@ def _check_student(config: AnyTraining) -> Any:
 
 
 def _prepare_method(config: AnyTraining, inputs: Inputs) -> Preparation:
-    """Read and check the job's data; the one place that chooses the method of a job.
+    """Read and check the job's data. Only this function selects the method of a job.
 
-    No weights are loaded here, so that wrong data fails fast. Raises a DistillError.
+    Weights are loaded later, so that invalid data fails fast. Raises a DistillError.
     """
     match config:
         case OnPolicyJob():
@@ -189,9 +189,9 @@ def _load_student(
     preparation: Preparation,
     tokenizer: Any,
 ) -> Replicated | Sharded:
-    """Collective. Load the student, distribute it, choose its attention, test and compile it.
+    """Collective. Load the student, distribute it, choose its attention, test it, and compile it.
 
-    `checkpoint_path`: the checkpoint with the weights; None: load those that the job names.
+    `checkpoint_path`: the checkpoint with the weights; None: load the weights that the job names.
     """
     reader = preparation.images
     torch.manual_seed(config.seed)  # new LoRA weights are the same in every attempt

@@ -1,8 +1,8 @@
 """PPO's critic: values of the tokens of answers, and advantages from them.
 
-The critic predicts the remaining reward before each token from the student's hidden states, those
-that the head reads, so there is no second model. They are detached: the critic does not train the
-student, so its loss needs no weight relative to the policy's.
+The critic predicts the remaining reward before each token from the input states of the student's
+head, so there is no second model. The states are detached: the critic does not train the student,
+and its loss needs no weight relative to the policy loss.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, *, clip: flo
     `targets` [N]: R, from `gae`. `old_values` [N]: the values from which the advantages were
     computed; V_clipped is V clipped to within `clip` of them. A value that has moved further than
     `clip` towards its target has no gradient. The clipping follows the code of PPO (arXiv
-    1707.06347), not the paper, which does not clip values.
+    1707.06347); the paper does not clip values.
     """
     old_values, targets = old_values.detach(), targets.detach()
     clipped_values = old_values + (values - old_values).clamp(-clip, clip)
@@ -58,9 +58,9 @@ _CLIP = 0.2  # of the value loss, as in PPO's code
 class CriticAdvantages:
     """Owns the critic and its optimizer, which are identical in every process.
 
-    The critic does not change the student. In each step it needs the hidden states of all answers
-    of the step (one forward pass, and float32 [tokens, H] of memory), and it is trained before the
-    student.
+    The critic does not change the student. It is trained before the student in each step, and needs
+    the hidden states of all answers of the step: one forward pass, and float32 [tokens, H] of
+    memory.
     """
 
     def __init__(
@@ -113,7 +113,8 @@ class CriticAdvantages:
         return list(torch.split(advantages, lengths.tolist())), loss
 
     def _train(self, states: Tensor, values: Tensor, targets: Tensor) -> Tensor:
-        """Collective. Update the critic as often as the student; return its loss before updates.
+        """Collective. Train the critic with as many updates as the student; return its loss before
+        them.
 
         The loss is (sum, number) over the tokens of this process.
         """

@@ -1,7 +1,8 @@
 """python -m student_trainer.preview [--records N] < job as JSON: the program of `distill preview`.
 
-The records go through the functions that training uses: `data/examples.py`, `data/prompts.py`, the
-readers of stores, and the prompts of teachers and anchors. It loads tokenizers, and no model.
+Records are processed by the functions that training uses: `data/examples.py`, `data/prompts.py`,
+the readers of stores, and the prompts of teachers and anchors. The program loads tokenizers, but no
+model.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ ReadInputs = Callable[[Item], tuple[ModelInput, ...]]
 def preview_of(config: AnyTraining, shown: int = SHOWN, tokenizer: Any = None) -> Preview:
     """Return the preview of a job.
 
-    `tokenizer`: the student's, with the chat template of the teacher if the job takes it; None: as
-    its model has it, with a warning if the job takes that of the teacher.
+    `tokenizer`: the student's, with the teacher's chat template if the job selects it. None: the
+    student's own tokenizer, with a warning if the job selects the teacher's template.
 
     Raises a DistillError if its data, its chat template or its tokenizer cannot be used.
     """
@@ -161,7 +162,9 @@ def _sequence_input(sequence: TokenSequence, tokenizer: Any) -> ModelInput:
 
 
 def _prompt_reading(config: OnPolicyJob | RLJob, tokenizer: Any) -> ReadInputs[Prompt]:
-    """Return a function that makes the inputs of a prompt: the student's, and other prompts."""
+    """Return a function that builds the inputs of a prompt: the student's, and those of other
+    models.
+    """
     readers: list[tuple[str, Any, Callable[[Rollout], Tensor]]] = []
     teacher = config.teacher
     if teacher is not None and teacher.tokenizer != "same":

@@ -48,7 +48,7 @@ class PromptFormat:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that `conversation` reads; the first one must exist."""
+        """The columns that `conversation` reads. The first column must exist."""
         image_columns = () if self.image_column is None else (self.image_column,)
         if self.messages_column is None:
             return (self.prompt_column, *image_columns)

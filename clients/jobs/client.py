@@ -99,9 +99,9 @@ class DistillClient:
     ) -> None:
         """Prepare a channel. The connection opens on the first call.
 
-        address: HOST:PORT, or https://HOST:PORT for TLS (see protos/rpc/channel.py for tokens)
-        timeout: seconds for one unary call; streams have no timeout patience_seconds: how long a
-        stream waits for a server that cannot be reached
+        - `address`: HOST:PORT, or https://HOST:PORT for TLS (see protos/rpc/channel.py for tokens)
+        - `timeout`: seconds for one unary call; streams have no timeout
+        - `patience_seconds`: how long a stream waits for a server that cannot be reached
         """
         self._connection = ServerConnection(
             address, timeout=timeout, patience_seconds=patience_seconds
@@ -229,8 +229,8 @@ class DistillClient:
     ) -> JobHandle:
         """Queue a new attempt of a job that has ended.
 
-        The attempt starts from the checkpoint of `from_step`, or from the newest one. `max_steps`
-        replaces the job's number of steps. Raises WrongState if the job has not ended.
+        The attempt starts from the checkpoint of `from_step`, or from the newest checkpoint.
+        `max_steps` replaces the job's number of steps. Raises WrongState if the job has not ended.
         """
         request = pb.ResumeJobRequest(
             job_id=job_id, max_steps=max_steps or 0, from_step=from_step or 0

@@ -51,7 +51,7 @@ def result_of(job: Job, points: Iterable[Point], metric: str) -> Result:
 
 
 def require_metric(metric: str, metrics: Sequence[str]) -> None:
-    """Raise InvalidInput if no job has recorded a metric. `metrics`: all recorded ones."""
+    """Raise InvalidInput if no job has recorded the metric. `metrics`: all recorded metrics."""
     if metric not in metrics:
         similar_metrics = difflib.get_close_matches(metric, metrics, n=1)
         hint = (

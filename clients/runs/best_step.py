@@ -20,7 +20,7 @@ _SMALLER = re.compile(r"eval/(anchor/)?(kl|kl_bound|cross_entropy|perplexity)")
 
 
 def sign_of(metric: str) -> float:
-    """Return 1 if the larger value of a metric is better, -1 if the smaller one is, else 0."""
+    """Return 1 if larger values of a metric are better, -1 if smaller values are better, else 0."""
     return float(bool(_LARGER.fullmatch(metric))) - float(bool(_SMALLER.fullmatch(metric)))
 
 

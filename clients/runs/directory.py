@@ -8,7 +8,7 @@ The owner is the server or the command that started the program.
     control.json    written by the owner: a request to stop
     teacher.json    written by the owner: the address of the teacher that it started for the job
     environment.json, code.diff  software, hardware and code of the newest attempt
-    preview.json    what the job learns from, token by token; written once, at the first start
+    preview.json    the training data, token by token; written once, at the first start
     metrics.jsonl   one JSON object per step; no step occurs twice, even after a resume
     logs/attempt-N/ rank-0.log, and the files of the attempt's shim
     checkpoints/step-000050/   samples/   tb/
@@ -166,7 +166,7 @@ class RunDirectory:
 
     @property
     def store(self) -> Path:
-        """Default directory of a capture's rows; the job may name another one."""
+        """Default directory of a capture's rows. The job may name another directory."""
         return self.path / "store"
 
     @property

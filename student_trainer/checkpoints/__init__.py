@@ -1,1 +1,1 @@
-"""Checkpoints and the exported model: what they hold, and how they are written and read."""
+"""Checkpoints and the exported model: their contents, writing and reading."""

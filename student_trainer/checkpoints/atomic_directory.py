@@ -1,9 +1,9 @@
-"""Directories that are published atomically, with a manifest of their files.
+"""Directories that are written atomically, with a manifest of their files.
 
     manifest.json    {"files": {name: SHA-256, or one for each part of a file of several parts}}
 
-The files are written into a temporary directory and synced to disk, which is then renamed. The
-parts of a file are those of `tensor_file.py`.
+The files are written into a temporary directory and synced to disk. Then the directory is renamed.
+`tensor_file.py` defines the parts of a file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def partial_path(path: Path) -> Path:
 
 
 def begin(path: Path) -> Path:
-    """Create the temporary directory of `path`, empty, and return it.
+    """Create an empty temporary directory for `path`, and return its path.
 
     Deletes the temporary directories of earlier attempts. Raises WrongState if a newer attempt has
     taken over the run.
@@ -104,7 +104,7 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 def as_disk_error(error: BaseException, path: Path) -> OSError | None:
     """Return a failed write to `path` as an OSError with errno and file; None for other errors.
 
-    Errors of safetensors have the errno in their message only.
+    Errors of safetensors contain the errno only in their message.
     """
     number = 0
     if isinstance(error, OSError):
@@ -154,8 +154,8 @@ def read_manifest(path: Path) -> Mapping[str, Digests]:
 def is_intact(path: Path, part: int = 0, parts: int = 1) -> bool:
     """Return whether the files of the manifest exist and have the SHA-256 listed there.
 
-    Only every `parts`-th digest is checked, from number `part`: each of several processes reads a
-    share of the directory.
+    Only every `parts`-th digest is checked, starting at number `part`, so that several processes
+    can divide the work.
     """
     try:
         digest_entries = [
@@ -174,10 +174,10 @@ def is_intact(path: Path, part: int = 0, parts: int = 1) -> bool:
 
 
 def delete(path: Path) -> None:
-    """Delete a directory: rename it to a temporary name, then remove what can be removed.
+    """Delete a directory: rename it to a temporary name, then remove its files.
 
-    On a network file system, an open file of another process keeps its directory from being
-    removed. `delete_old` of `checkpoint.py` tries again.
+    On a network file system, a directory cannot be removed while another process has one of its
+    files open. `delete_old` of `checkpoint.py` tries again.
     """
     trash_path = path.with_name(f".{path.name}.{time.time_ns()}.tmp")
     path.rename(trash_path)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, which ones a run keeps, and how a run resumes from one.
+"""The contents of a checkpoint, the selection of checkpoints to keep, and resuming.
 
     checkpoints/step-000050/   model/                   Hugging Face directory; for LoRA, peft's
                                optimizer.safetensors    AdamW's moments
@@ -8,13 +8,13 @@
                                                         metrics of the step if not yet logged
                                manifest.json            SHA-256 of every part of every other file
 
-Tensors are stored in full, and each process writes and reads its rows of them (`tensor_file.py`).
-So a run can resume with any number of processes, and other programs can load `model/`. A mixture of
-experts is stored there as transformers holds it in memory, with the experts of a layer in one
-tensor; the export has the published format.
+Files contain full tensors. Each process writes and reads its rows of every tensor
+(`tensor_file.py`). A run can therefore resume with any number of processes, and other programs can
+load `model/`. For a mixture of experts, `model/` stores the experts of a layer in one tensor, as
+transformers does in memory; the export has the published format.
 
-A checkpoint is written while training goes on (`saver.py`), and is published atomically
-(`atomic_directory.py`). A run resumes from the newest checkpoint that matches its manifest.
+A checkpoint is written during training (`saver.py`) and appears atomically (`atomic_directory.py`).
+A run resumes from the newest checkpoint that matches its manifest.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _CRITIC = "critic.safetensors"
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint stores.
+    """The contents of a checkpoint.
 
     tensors: by file and name; the live tensors of the run, not copies. layouts: of the same files.
     index: the text of the index file by its name; empty if the weights have one file.
@@ -71,7 +71,7 @@ def collect_contents(
     anchor: Anchor | None = None,
     critic: CriticAdvantages | None = None,
 ) -> Contents:
-    """Return the tensors of a run that a checkpoint stores, with the same names on every rank."""
+    """Return the tensors of a run for a checkpoint, with the same names on every rank."""
     tensors: dict[str, Mapping[str, Tensor]] = {}
     metadata: dict[str, dict[str, str]] = {}
     index: dict[str, bytes] = {}
@@ -144,7 +144,8 @@ def newest_checkpoint(
 ) -> tuple[int, Path] | None:
     """Return (step, path) of the newest intact checkpoint, or of `from_step`.
 
-    `intact`: whether a directory matches its manifest. Collective if `intact` is.
+    `intact`: returns whether a directory matches its manifest. This function is collective if
+    `intact` is.
 
     Returns None if the run has no checkpoint and `from_step` is None.
 

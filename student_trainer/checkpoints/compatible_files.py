@@ -1,9 +1,10 @@
-"""Files of a model directory that transformers 4 and 5, and programs built on them, read alike.
+"""Makes the files of a model directory readable for transformers 4 and 5 and programs built on
+them.
 
-Version 5 renamed keys: it writes `rope_parameters` where version 4 reads `rope_theta` and
-`rope_scaling` and otherwise takes its defaults. Files that it saves name tokenizer classes that
-version 4 does not have. Therefore a model directory carries over the files of the model that it was
-trained from, and has both names of each key.
+Version 5 renamed keys. It writes `rope_parameters`, but version 4 reads `rope_theta` and
+`rope_scaling` and uses defaults without them. Version 5 also writes tokenizer class names that
+version 4 does not have. A model directory therefore copies the files of the original model, and
+contains both names of each key.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ def make_configuration_compatible(
 ) -> None:
     """Rewrite a config.json of transformers 5 so that transformers 4 reads the same model.
 
-    `original`: config.json of the model that was trained. Its entries are kept if it is of the same
-    type, so that a program that reads that model reads this one. `dtype`: of the stored weights.
-    `aliases`: other names of keys, which version 4 may read, such as num_experts for
-    num_local_experts. `is_tied`: whether the head is the input embeddings.
+    `original`: config.json of the model before training. Its entries are kept if the model type is
+    the same, so that programs for the original model can read the result. `dtype`: of the stored
+    weights. `aliases`: other names of keys that version 4 may read, such as num_experts for
+    num_local_experts. `is_tied`: whether the head shares the weights of the input embeddings.
     """
     saved = json.loads(file.read_text("utf-8"))
     config = saved
@@ -103,7 +104,7 @@ def _keeps_rope(text: Mapping[str, Any], old_keys: Mapping[str, Any]) -> bool:
 
 
 def _old_rope_keys(rope_parameters: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """Return the entries of transformers 4 for `rope_parameters`, which may be by layer type."""
+    """Return the keys of transformers 4 for `rope_parameters`, which may be per layer type."""
     by_layer_type = {key: part for key, part in rope_parameters.items() if isinstance(part, dict)}
     if not by_layer_type:
         keys = {key: rope_parameters[key] for key in _TOP_LEVEL_ROPE_KEYS if key in rope_parameters}

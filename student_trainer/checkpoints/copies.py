@@ -1,4 +1,4 @@
-"""Copies of a run in an object storage, from which it can resume on another machine.
+"""Copies of a run in object storage, from which the run can resume on another machine.
 
     URL/NAME/   job.json                 the resolved job; another job with this name is refused
                 metrics.jsonl            at least the steps up to the newest checkpoint
@@ -6,10 +6,10 @@
                 export/                  the same
                 writer                   the process that may write (`ObjectFolder.claim`)
 
-URL is the job's `checkpoint.copy_to`, and NAME its name. A thread of the main process copies the
-newest checkpoint and the best one while training goes on; checkpoints that are replaced before
-their copy begins are not copied. An attempt fetches a checkpoint that is newer than those in its
-run directory.
+URL is the job's `checkpoint.copy_to`, and NAME its name. During training, a thread of the main
+process copies the newest and the best checkpoint. Checkpoints that are replaced before their copy
+starts are not copied. An attempt downloads a checkpoint that is newer than those in its run
+directory.
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ _IGNORED_KEYS: Mapping[str, Any] = {
 
 
 class RunCopies:
-    """The copies of a run; does nothing for a job without `checkpoint.copy_to`.
+    """The copies of a run. Does nothing for a job without `checkpoint.copy_to`.
 
-    Every process has one; those that are not the main process only take part in collectives.
+    Every process has an instance. Other processes than the main process only take part in
+    collectives.
     """
 
     def __init__(
@@ -99,9 +100,9 @@ class RunCopies:
     def fetch(self, from_step: int | None) -> None:
         """Collective. Claim the copies, and fetch the newest checkpoint if it is not in the run.
 
-        `from_step`: fetch the checkpoint of this step. Raises InvalidInput if the copies are those
-        of another job, the errors of ObjectFolder, and Cancelled if a stop of the run is requested
-        while the storage does not answer.
+        `from_step`: fetch the checkpoint of this step. Raises InvalidInput if the copies belong to
+        another job, the errors of ObjectFolder, and Cancelled if a stop is requested while the
+        storage does not respond.
         """
         if self._url is not None:
             self._progress.say(f"asking the storage {self._url}", 0)
@@ -109,7 +110,9 @@ class RunCopies:
         self._wait_for_thread()
 
     def is_intact(self, path: Path) -> bool:
-        """Collective. As `checkpoint.intact_for_all`; skips the one that `fetch` verified."""
+        """Collective. As `checkpoint.intact_for_all`, but skips the checkpoint that `fetch`
+        verified.
+        """
         is_known_intact = self._url and max_over_ranks(self._accelerator, int(path == self._intact))
         return bool(is_known_intact) or checkpoint.intact_for_all(self._accelerator, path)
 
@@ -123,10 +126,10 @@ class RunCopies:
         self.begin()
 
     def begin(self) -> None:
-        """In the main process: begin to copy the newest checkpoint and the best one.
+        """In the main process: start to copy the newest and the best checkpoint. For any thread.
 
-        Any thread may call it. Raises WrongState if another process has claimed the copies. Other
-        errors are in the log, and the next call tries again.
+        Raises WrongState if another process has claimed the copies. Other errors are logged, and
+        the next call tries again.
         """
         if isinstance(self._error, WrongState):
             raise self._error
@@ -136,8 +139,8 @@ class RunCopies:
     def finish(self, step: int, *, hurry: bool = False) -> None:
         """Collective. Wait until the storage has the newest checkpoint, the metrics and the export.
 
-        Raises the errors of ObjectFolder, and Cancelled as `fetch`. `hurry`: requests are not
-        retried, and an error is only logged.
+        Raises the errors of ObjectFolder, and Cancelled as `fetch`. `hurry`: do not retry requests,
+        and only log errors.
         """
         if self._url is None:
             return
@@ -236,9 +239,9 @@ class RunCopies:
             )
 
     def _fetch_checkpoint(self, step: int) -> bool:
-        """Fetch a checkpoint and the metrics up to its step; if it is damaged, delete its copy.
+        """Fetch a checkpoint and the metrics up to its step. If the copy is damaged, delete it.
 
-        Returns whether it is fetched.
+        Returns whether the checkpoint was fetched.
         """
         path = self._run.checkpoint(step)
         place = f"checkpoints/{path.name}/"
@@ -278,7 +281,7 @@ class RunCopies:
         replace_file(self._run.metrics, "".join(lines_to_step))
 
     def _copy_checkpoints(self) -> None:
-        """Copy the newest checkpoint, and the best one, of those that are intact."""
+        """Copy the newest and the best of the intact checkpoints."""
         steps = [
             local_step
             for local_step in self._run.checkpoint_steps()
@@ -344,7 +347,7 @@ class RunCopies:
         return sorted(step for step, complete in self._all_steps().items() if complete)
 
     def _all_steps(self) -> Mapping[int, bool]:
-        """Return whether the checkpoint is complete, by step, of all steps with stored files."""
+        """Return, for each step with stored files, whether its checkpoint is complete."""
         is_complete: dict[int, bool] = {}
         for name in self._folder.tree():
             match PurePosixPath(name).parts:

@@ -48,9 +48,9 @@ def export_model(
 
     Weights are rounded to `dtype`, except those in `adapter/`. LoRA adapters are merged into the
     weights, and also stored alone in `adapter/`. The anchor is written the same way into `anchor/`.
-    Besides the model, `main` needs memory for the weights of one layer, or for the embeddings.
-    `source`: the directory of the model that was trained, whose tokenizer files are copied; None
-    if the model was made in memory.
+    In addition to the model, `main` needs memory for the weights of one layer, or for the
+    embeddings. `source`: directory of the original model, whose tokenizer files are copied; None
+    for a model created in memory.
 
     Raises InvalidInput (`export.dtype`) if `dtype` is float16 and a number is beyond its range, and
     WrongState if a newer attempt has taken over the run.
@@ -115,7 +115,7 @@ def write_weights(
     """Collective. Write the weights of a model directory, with LoRA adapters merged into them.
 
     A process whose `path` is None writes nothing. `weights`: those of the model, or replacements
-    for them, by name. `unread`: tensors that are written too. Returns the names of weights with a
+    for them, by name. `unread`: additional tensors to write. Returns the names of weights with a
     number beyond the range of `dtype`, float16. Raises OSError after all collectives.
     """
     published = PublishedWeights(model, weights, dtype)
@@ -150,8 +150,8 @@ class PublishedWeights:
     """The weights of a model as `write_weights` writes them: merged, rounded, renamed.
 
     sizes: each weight by its name in the files, without data, in the order of `iterate_layers`.
-    overflows: names of weights with a number beyond the range of float16, if they are written in
-    it, of the layers that `iterate_layers` has yielded.
+    overflows: for float16, names of weights with a number beyond its range, in the layers that
+    `iterate_layers` has yielded so far.
     """
 
     def __init__(self, model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
@@ -171,7 +171,8 @@ class PublishedWeights:
     ) -> Iterator[dict[str, Tensor]]:
         """Collective. Yield the unsharded weights on `device`, one layer at a time.
 
-        `keep`: called before each layer; a process where it returns False gets {} for the layer.
+        `keep`: called before each layer. If `keep` returns False, the process gets {} for the
+        layer.
         """
         for group in self._group_by_layer:
             full = full_tensors(
@@ -195,7 +196,7 @@ class PublishedWeights:
 def published_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     """Return the shape of each weight that `write_weights` writes, by its name in the files.
 
-    The model may be without data (device meta).
+    The model may have no data (device meta).
     """
     stored = remove_aliases(model, model.state_dict(keep_vars=True))
     sizes = {name: _meta_like(weight) for name, weight in stored.items()}
@@ -241,7 +242,7 @@ def _collect_os_errors(os_errors: list[OSError]) -> Iterator[None]:
 def _to_published(
     model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return weights as they are published: merged, rounded, with the published names.
+    """Return weights in their published form: merged, rounded, with the published names.
 
     `weights`: unsharded, on the CPU or without data; all weights or those of one layer.
     """
@@ -253,7 +254,7 @@ def _merge(model: Any, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def _round(model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the weights in `dtype`; in float32 those that transformers keeps in float32."""
+    """Return the weights in `dtype`. Weights that transformers keeps in float32 stay float32."""
     dtype_plan = model._get_dtype_plan(dtype)
     float32_names = build_glob_alternation(list(dtype_plan))[0] if dtype_plan else None
     return {
@@ -279,7 +280,8 @@ def _rename(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _group_by_layer(
     model: Any, sizes: Mapping[str, Tensor], published: Mapping[str, Tensor]
 ) -> Sequence[Mapping[str, Tensor]]:
-    """Group the weights by layer, so that weights that are merged or converted stay together.
+    """Group the weights by layer, so that weights that are merged or converted together stay
+    together.
 
     `published`: the result of `_to_published` for all weights.
     """
@@ -297,7 +299,7 @@ def _group_by_layer(
 
 
 def _layer_prefix(name: str) -> str:
-    """Return the name up to its first number, or else its first two words."""
+    """Return the name up to its first number, or its first two parts if it has no number."""
     words = name.split(".")
     number = next((place for place, word in enumerate(words) if word.isdecimal()), 1)
     return ".".join(words[: number + 1])

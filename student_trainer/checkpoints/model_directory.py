@@ -1,4 +1,4 @@
-"""The files of a Hugging Face model directory: how weights are split, and the other files."""
+"""The files of a Hugging Face model directory: the split of the weights, and all other files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ _MAX_FILE_BYTES = 50_000_000_000
 
 
 def remove_aliases(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights that a model directory stores: tied ones under their first name only.
+    """Return the weights that a model directory stores. Tied weights are stored under their first
+    name.
 
     `weights`: the parameters and buffers of the model, or replacements for them, by name.
     """
@@ -76,9 +77,9 @@ def split_weights(
 
 
 def collect_small_files(model: Any, tokenizer: Any, source: Path | None) -> dict[str, bytes]:
-    """Return the files of a model directory that hold no weights, by name.
+    """Return the files of a model directory without weights, by name.
 
-    They do not change during a run. `source`: see `write_small_files`.
+    These files do not change during a run. `source`: see `write_small_files`.
     """
     with tempfile.TemporaryDirectory() as name:
         path = Path(name)
@@ -97,11 +98,11 @@ def collect_small_files(model: Any, tokenizer: Any, source: Path | None) -> dict
 def write_small_files(
     path: Path, model: Any, dtype: torch.dtype, tokenizer: Any, source: Path | None
 ) -> None:
-    """Write the files of a model directory that hold no weights, for transformers 4 and 5.
+    """Write the files of a model directory without weights, for transformers 4 and 5.
 
-    `source`: the directory of the model that is trained; its other files, such as those of the
-    tokenizer, are copied. None: the model was made in memory. If the directory does not exist any
-    more, its files are written as for None. `dtype`: of the stored weights.
+    `source`: the directory of the original model, whose other files, such as tokenizer files, are
+    copied. None: the model was created in memory. A directory that no longer exists is treated as
+    None. `dtype`: of the stored weights.
     """
     if source is not None and not source.is_dir():
         log.warning(
@@ -132,7 +133,7 @@ def _write_chat_template(path: Path, template: Any) -> None:
 
 
 def _is_carried_over(name: str) -> bool:
-    """Return whether a file of a model directory holds no weights and stays as it is."""
+    """Return whether a file of a model directory has no weights and is copied unchanged."""
     # The manifest of an earlier export is about the files of that export.
     is_rewritten = name in ("config.json", "generation_config.json", ADAPTER_CONFIG, MANIFEST)
     is_about_weights = name.endswith((".safetensors", ".index.json"))
@@ -144,8 +145,8 @@ def _save_configuration(
 ) -> None:
     """Write the files config.json and generation_config.json; see `write_small_files`.
 
-    generation_config.json names all tokens that end an answer, so that a server of the model stops
-    where training did. The configuration of the model itself does not change.
+    generation_config.json lists all end tokens of answers, so that an inference server stops as
+    sampling in training does. The configuration of the model object does not change.
     """
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__.removeprefix("FSDP")]

@@ -1,7 +1,7 @@
-"""Layers that predict further tokens (multi-token prediction, MTP), which transformers ignores.
+"""Layers for multi-token prediction (MTP), which transformers ignores.
 
-Programs that serve a model load them for speculative decoding if config.json counts them, and fail
-if the files have none. They are not trained, but carried over from the student's directory.
+Inference servers load these layers for speculative decoding if config.json counts them, and fail if
+the files lack them. The layers are not trained, but copied from the student's directory.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 class NextTokenLayers:
-    """The tensors of these layers in the directory of a model."""
+    """The tensors of the MTP layers in the directory of a model."""
 
     def __init__(self, source: Path | None, config: Any, own_names: Collection[str]) -> None:
-        """`source`: the directory; None: there is none. `config`: of the model. `own_names`: names
-        in its files of the weights that transformers does read.
+        """`source`: the directory, or None. `config`: of the model. `own_names`: names in the files
+        of the weights that transformers loads.
         """
         text_config = config.get_text_config()
         self._is_counted = any(getattr(text_config, name, None) for name in _COUNTS)
@@ -61,7 +61,7 @@ class NextTokenLayers:
                 yield name, tensors.get_tensor(name)
 
     def correct_count(self, file: Path) -> None:
-        """Set the count in a config.json to 0 if there are no such layers, with a warning."""
+        """Set the layer count in a config.json to 0 if there are no such layers, with a warning."""
         if not self._is_counted or self._exist:
             return
         config = json.loads(file.read_text("utf-8"))

@@ -9,8 +9,8 @@ A moment in 8 bits (`train.optimizer = "adamw_8bit"`) is two tensors instead:
     NAME/exp_avg.codes       uint8, in the shape of the weight
     NAME/exp_avg.scales      float32 [rows, blocks of a row]: the largest magnitude of each block
 
-A block never spans two rows. So a process that holds a row of the weight holds its blocks, and any
-number of processes can load a checkpoint exactly.
+A block never spans two rows. A process with a row of the weight therefore has the blocks of this
+row, and any number of processes can load a checkpoint exactly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes checkpoints while training goes on.
+"""Writes checkpoints during training.
 
     save      every process copies its part of the tensors to host memory; training stops for this
     writing   a thread of every process writes its part, hashes it and syncs it to disk
@@ -47,7 +47,9 @@ _DONE, _BUSY, _FAILED = 0, 1, 2
 
 
 class Saver:
-    """Writes the checkpoints of a run. Every process has one, and calls it at the same steps."""
+    """Writes the checkpoints of a run. Every process has an instance and calls it at the same
+    steps.
+    """
 
     def __init__(
         self,
@@ -121,9 +123,9 @@ class Saver:
         self._background_write = _BackgroundWrite(path, write)
 
     def poll(self) -> bool:
-        """Collective. Return whether nothing is being written; it does not wait.
+        """Collective. Return, without waiting, whether no write is in progress.
 
-        Raises the error of a thread, on all ranks, after removing what was written.
+        Raises the error of a thread on all ranks, after removing the partial files.
         """
         if self._background_write is None:
             return True
@@ -143,14 +145,14 @@ class Saver:
         return True
 
     def finish(self) -> None:
-        """Collective. Wait until nothing is being written. Raises as `poll` does."""
+        """Collective. Wait until no write is in progress. Raises as `poll` does."""
         while not self.poll():
             time.sleep(_PAUSE)
 
     def close(self) -> None:
         """Wait for this process's thread. Not collective: for a run that ends with an error.
 
-        The end of another rank does not stop the thread: the launcher then kills this process.
+        Until the launcher kills this process, the thread continues even if another rank exits.
         """
         if self._background_write is not None:
             self._background_write.join()
@@ -237,8 +239,8 @@ class Saver:
 def announce_part(path: Path, digests: Mapping[str, str]) -> None:
     """Report to the main process that a part is complete: write its digests by file to `path`.
 
-    The rename is the last operation: the main process deletes the directory once every part has
-    its file.
+    The rename is the last operation, because the main process deletes the directory when every part
+    has its file.
     """
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(digests))

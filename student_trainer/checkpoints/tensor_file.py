@@ -1,13 +1,13 @@
-"""Safetensors files that the processes of a job write together, each its part, in place.
+"""Safetensors files that the processes of a job write together. Each process writes its part.
 
     8 bytes: N | N bytes of JSON: dtype, shape and place of every tensor | the tensors in full
 
 Part p of P is the rows of every tensor that FSDP2 gives to process p of P (`rows_of_part`); part 0
-also has the header. So a process writes its shard without communication, and the file has the same
-bytes for any P: any number of processes, and any safetensors library, can read it.
+also has the header. A process therefore writes its shard without communication. The file has the
+same bytes for any P, so any number of processes, and any safetensors library, can read it.
 
-The digest of a part is the SHA-256 of its bytes in file order. With a single part, it is the
-digest of the file.
+The digest of a part is the SHA-256 of its bytes in file order. With a single part, it is the digest
+of the file.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class TensorFile:
 def build_layout(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> TensorFile:
-    """Return the layout of a file of `tensors`, of which only shape and dtype are read.
+    """Return the layout of a file of `tensors`. Only shapes and dtypes are read.
 
-    The order is that of the safetensors library: large elements first, which aligns them.
+    The order is that of the safetensors library: large elements first, for alignment.
     """
     header_entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     relative_places: dict[str, tuple[tuple[int, ...], int, int]] = {}
@@ -98,7 +98,9 @@ def build_layout(
 
 
 class PartWriter:
-    """Writes tensors, or their rows, at their places in a file. Owns an open file; close it."""
+    """Writes tensors, or their rows, at their positions in a file. Call `finish` or `close` at the
+    end.
+    """
 
     def __init__(
         self,
@@ -155,15 +157,15 @@ class PartWriter:
 
 
 def read_shard(file: Any, name: str, like: Tensor) -> Tensor:
-    """Return the shard of a stored tensor that this process has of `like`, in the same shape.
+    """Return this process's shard of a stored tensor, sharded and shaped like `like`.
 
-    `file`: an open safetensors file, of which only the shard is read.
+    `file`: an open safetensors file. Only the shard is read.
     """
     return _read_slices(file, name, own_slices(like))
 
 
 def read_rows(file: Any, name: str, like: Tensor) -> Tensor:
-    """Return the rows of a stored tensor, of any width, that this process has of `like`."""
+    """Return this process's rows of a stored tensor of any width, sharded like `like`."""
     return _read_slices(file, name, own_slices(like)[:1])
 
 
@@ -201,7 +203,7 @@ def hash_part(path: Path, part: int, parts: int) -> str:
 
 
 def _merge_adjacent(spans: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the spans with adjacent ones merged, so that files are read in large blocks."""
+    """Merge adjacent spans, so that files are read in large blocks."""
     merged_start, merged_length = 0, 0
     for start, length in spans:
         if start != merged_start + merged_length:

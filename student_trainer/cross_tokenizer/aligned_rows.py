@@ -22,9 +22,9 @@ class AlignedRows(RowBlock):
 
     word [n] int64: the word of each token (for a store: its unit, which may be a chunk), from 0,
     without gaps. learned [n] bool: tokens with a cost. one_to_one [n] bool: tokens that match one
-    teacher token. spelled: the answer is the student's canonical encoding of its bytes. weights
-    [n, M]: of the ids `tail_sample_ids` [n, M]; stored rows only, see `mapped_kl`. The
-    head is a placeholder.
+    teacher token. spelled: the answer is the student's canonical encoding of its bytes. weights [n,
+    M]: weights of `tail_sample_ids` [n, M], see `mapped_kl`; only for stored rows. The head is a
+    placeholder.
     """
 
     word: NDArray[np.int64]
@@ -34,7 +34,7 @@ class AlignedRows(RowBlock):
     weights: NDArray[np.float32] | None = None
 
     def taken(self, places: NDArray[np.int64] | slice) -> AlignedRows:
-        """Return the rows at `places`, in that order; word numbers stay unchanged."""
+        """Return the rows at `places` in this order, with unchanged word numbers."""
         columns = {
             name: column for name, column in vars(self).items() if isinstance(column, np.ndarray)
         }
@@ -45,7 +45,7 @@ class AlignedRows(RowBlock):
 
     @classmethod
     def joined(cls, parts: Sequence[AlignedRows]) -> AlignedRows:
-        """Return the rows of all parts, in order; there is at least one."""
+        """Concatenate the rows of at least one part."""
         columns = [
             name for name, column in vars(parts[0]).items() if isinstance(column, np.ndarray)
         ]
@@ -92,7 +92,7 @@ _BATCH_FIELDS = {batch_field.name for batch_field in fields(Batch)}
 def make_aligned_batch(
     scored_sequences: Sequence[ScoredSequence], device: torch.device, layout: Layout
 ) -> AlignedBatch:
-    """Make the tensors of one micro-batch of sequences with AlignedRows; see `make_batch`."""
+    """Build the tensors of one micro-batch of sequences with AlignedRows; see `make_batch`."""
     rows = [cast(AlignedRows, item.rows) for item in scored_sequences]
     word_offsets = np.cumsum([0, *map(len, rows)])[:-1]
 

@@ -1,4 +1,4 @@
-"""Compares the tokenizers of teacher and student, and prepares the use of different ones."""
+"""Compares the tokenizers of teacher and student, and sets up pairs with different tokenizers."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ _FIELD = "teacher.tokenizer"
 
 @dataclass(frozen=True)
 class SpecialTokenPair:
-    """Tokenizers that differ in their special tokens only; see `SpecialTokenMap`.
+    """Tokenizers that differ only in special tokens; see `SpecialTokenMap`.
 
-    tokenizer: the teacher's, as transformers loads it. tokens: the tokens of both by id; "" for an
-    id that neither uses.
+    tokenizer: the teacher's transformers tokenizer. tokens: the tokens of both by id; "" for an id
+    that neither uses.
     """
 
     roles: SpecialTokenMap
@@ -62,9 +62,9 @@ class SpecialTokenPair:
 
 @dataclass(frozen=True)
 class TokenizerPair:
-    """The tokenizers of a student and of a teacher that has another one.
+    """The different tokenizers of a student and a teacher.
 
-    tokenizer: the teacher's, as transformers loads it.
+    tokenizer: the teacher's transformers tokenizer.
     """
 
     aligner: Aligner
@@ -76,7 +76,7 @@ class TokenizerPair:
         return len(self.aligner.writer.lengths)
 
     def log_facts(self, prompts: Sequence[Prompt]) -> None:
-        """Log the share of the student's tokens in `prompts` that are one token of the teacher."""
+        """Log the share of student tokens in `prompts` that equal one token of the teacher."""
         texts = [f"{prompt.text}\n{prompt.answer}" for prompt in prompts]
         report = measure_shares(self.aligner, texts)
         log.info(
@@ -90,12 +90,12 @@ class TokenizerPair:
 def compare_tokenizers(
     config: OnPolicyJob | RLJob, teachers: Mapping[str, Connection], student_tokenizer: Any
 ) -> TokenizerPair | SpecialTokenPair | None:
-    """Return the tokenizers of a job's student and teacher; None if they are, or must be, the same.
+    """Return the tokenizers of a job's student and teacher; None if they are, or must be, equal.
 
-    `teachers`: a single one if it may have another tokenizer. Raises InvalidInput or WrongState
-    with the field `teacher.tokenizer` if the teacher's tokenizer does not exist, is not the
-    teacher's, cannot be aligned, or would have to be aligned for an RL job; with the field
-    `teacher.roles` if the job gives roles that the tokenizers do not have.
+    `teachers`: a single teacher if its tokenizer may differ. Raises InvalidInput or WrongState with
+    the field `teacher.tokenizer` if the given tokenizer does not exist, does not match the teacher,
+    cannot be aligned, or would have to be aligned for an RL job; with the field `teacher.roles` if
+    the job names roles that the tokenizers do not have.
     """
     teacher = config.teacher
     pair = None
@@ -142,7 +142,7 @@ def _compare_with_teacher(
 
 
 def _refuse_unused_keys(config: OnPolicyJob | RLJob, reason: str) -> None:
-    """Raise InvalidInput if the job sets a key that applies to tokens aligned by bytes only."""
+    """Raise InvalidInput if the job sets a key that only applies to tokens aligned by bytes."""
     for key in config.alignment_keys:
         raise InvalidInput(
             f"has no effect: {reason}, and the loss is that of every token",
@@ -158,7 +158,7 @@ def build_teacher_input(
     tokenizer: Any,
     pair: SpecialTokenPair | None,
 ) -> TeacherInput | None:
-    """Return the reading of a teacher; None: it reads the student's tokens.
+    """Return the input of a teacher for rollouts; None if the teacher reads the student's tokens.
 
     `vocab_size`: number of ids that rows cover. `tokenizer`: the student's.
     """
@@ -175,7 +175,7 @@ def build_teacher_input(
 def find_special_token_pair(
     roles: Mapping[str, str], student_tokenizer: Any, teacher_tokenizer: Any, field: str = ROLES
 ) -> SpecialTokenPair | None:
-    """Return the pair if the tokenizers differ in their special tokens only, otherwise None.
+    """Return the pair if the tokenizers differ only in special tokens, otherwise None.
 
     Without `roles`, tokens that represent text, such as <think>, must be in both tokenizers: a
     tokenizer without them encodes the text with other tokens. Raises InvalidInput, naming `field`,
@@ -211,8 +211,9 @@ def find_special_token_pair(
 def load_known_tokenizer(name: str, fingerprint: str, label: str, field: str) -> Any:
     """Return the tokenizer at `name`, a directory or hub id, as transformers loads it.
 
-    `fingerprint`: of its tokens. `label`: the teacher or the store that uses it. Raises
-    InvalidInput, naming `field`, if it does not exist; WrongState if it has other tokens.
+    `fingerprint`: expected fingerprint of its tokens. `label`: the teacher or the store that uses
+    the tokenizer. Raises InvalidInput, naming `field`, if the tokenizer does not exist, and
+    WrongState if its fingerprint differs.
     """
     try:
         tokenizer = load_tokenizer(StudentConfig(model=name))

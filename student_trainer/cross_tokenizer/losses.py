@@ -6,25 +6,25 @@ kappa(x) = q(t(x)) / Q(x), where Q(x) is the probability of the bytes in any of 
 
     E[L] = KL(P||Q) - H(A|X) + E[-log kappa(X)]
 
-The entropy H(A|X) rewards spelling the same bytes in many ways: the minimum is p(a) ~ q(t(d(a))). A
-constant c in the cost of an answer that is not the student's canonical encoding of its bytes makes
-the odds of such spellings e^-c at the minimum. With weight 0 for them the gradient would be that of
-the generalised KL, the sum over canonical a of p log(p/q) - p + q. Its minimum is p = q, but it is
-at most 1 nat where no answer is canonical: a student with a larger KL learns other spellings.
+The entropy H(A|X) rewards different encodings of the same bytes: the minimum is p(a) ~ q(t(d(a))).
+With a constant c in the cost of each non-canonical encoding, the odds of such encodings are e^-c at
+the minimum. With weight 0 for them, the gradient would be that of the generalised KL, the sum over
+canonical a of p log(p/q) - p + q. Its minimum is p = q. But it is at most 1 nat if no answer is
+canonical, so a student with a larger KL would learn non-canonical encodings.
 
 The advantage of a token is the part of the cost that the token can change:
 
     A_i = sum_{j >= i} log p_j - sum_{j >= sigma_i} log q_j
 
 sigma_i is the number of teacher tokens that are the same for every continuation of the bytes before
-token i. This is unbiased for the gradient of E[L]. It is biased without the tokens between sigma_i
-and i, because a later student token may decide whether an earlier boundary of the teacher exists.
-So sums over chunks, of the chunk of token i with or without the later ones, are biased, and so is
-an equal division of a chunk's log q among its student tokens.
+token i. This is unbiased for the gradient of E[L]. Without the tokens between sigma_i and i, it is
+biased, because a later student token may decide whether an earlier token boundary of the teacher
+exists. The cost of the chunk of token i, with or without the later chunks, is therefore biased, and
+so is an equal division of a chunk's log q among its student tokens.
 
-Here sigma_i counts the tokens before the last word that began before token i. That is the word of
-token i or, if token i begins a word and so ends the previous one, the previous word. With
-K_w = log p - log q of all tokens of word w,
+Here sigma_i counts the tokens before the last word that began before token i. If token i begins a
+word, this is the previous word, which token i ends; otherwise it is the word of token i. With K_w =
+log p - log q of all tokens of word w,
 
     answer  A_i = sum of K_w from that word to the end of the answer
     word    A_i = sum of K_w from that word to the word of token i
@@ -32,8 +32,8 @@ K_w = log p - log q of all tokens of word w,
 The terms log p of K_w before token i do not change the mean. The second form ignores the effect of
 a token on later words, as the per-token KL with one tokenizer does, and has less variance.
 
-In a store, the teacher has written the answers: tokens b, bytes x, and a = s(x) is the student's
-encoding. The gradient of the mean of -log p(a) is that of the forward KL, and needs no log q.
+In a store, the answers are sampled from the teacher: tokens b, bytes x. The student's encoding is a
+= s(x). The gradient of the mean of -log p(a) is that of the forward KL, and needs no log q.
 `mapped_kl` has the same mean gradient and less variance, because it reads the teacher's rows where
 words begin: its head ids are mapped to the first tokens of the student's encodings of them.
 `chunk_divergence` compares the likelihoods of token runs, as ALM does (arXiv 2503.20083).
@@ -155,8 +155,9 @@ def chunk_divergence(
 ) -> Tensor:
     """Return the divergence of each run of tokens, [N] in nats, at its first token; 0 at others.
 
-    With p and q the student's and the teacher's probability of a run given what is before it, and t
-    the `temperature`, it is ALM's binarised KL (arXiv 2503.20083, section 3), times t:
+    Let p and q be the student's and the teacher's probability of a run given the preceding text,
+    and t the `temperature`. The divergence is ALM's binarised KL (arXiv 2503.20083, section 3),
+    times t:
 
         t (a log(a/b) + (1 - a) log((1 - a)/(1 - b))),    a = q^(1/t), b = p^(1/t)
 

@@ -1,7 +1,7 @@
-"""Reads the stored rows of a teacher that differs in its special tokens only, with student ids.
+"""Reads stored rows of a teacher that differs only in special tokens, with the student's ids.
 
 As in `TeacherInput` for a running teacher, each id of an answer and of a row is replaced by the
-student's id. The prompt of an answer is rendered again, in the student's chat template.
+student's id. The prompt of an answer is rendered again with the student's chat template.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class SpecialTokenStore:
         """`ids` [V]: the teacher's id for each of the student's ids, for all ids of the rows.
 
         `tokens`: the tokens of both by id. `prompts`: returns the student's ids of a stored prompt,
-        or None if they are unknown. Without it, the tokens before the rows are plain text.
+        or None if they are unknown. If `prompts` is None, the tokens before the rows are plain
+        text.
         """
         self.tokens = tokens
         self._teacher_input = TeacherInput(ids=ids)
@@ -61,7 +62,9 @@ class SpecialTokenStore:
                 )
 
     def read(self, data: LogitDataset, index: int) -> PendingRows:
-        """Return stored sequence `index`, already resolved. Raises Corrupt as `decoded` does."""
+        """Return stored sequence `index` with rows that have already arrived. Raises Corrupt as
+        `decoded` does.
+        """
         entry, block = data.decoded(index)
         ids = np.frombuffer(entry.token_ids, "<i4")
         prompt_ids = self._student_prompt(ids[: entry.start].astype(np.int32))

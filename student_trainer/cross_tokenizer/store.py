@@ -1,9 +1,9 @@
 """Stored rows of a teacher with another tokenizer, as sequences of the student.
 
-A store has token ids of the teacher. The student reads its own encoding of the stored prompt and of
-the answer's text. The stored log-probs of the answer's tokens are distributed over the student's
-tokens, for the losses of `cross_tokenizer/losses.py`. For `mapped_kl`, the head ids of rows at
-which a word begins become ids of the student; other rows contribute only the token's log-prob.
+A store contains token ids of the teacher. The student reads its own encoding of the stored prompt
+and answer. The stored log-probs of the answer's tokens are distributed over the student's tokens,
+for the losses of `cross_tokenizer/losses.py`. For `mapped_kl`, the head ids of rows at which a word
+begins become ids of the student; other rows contribute only the token's log-prob.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class StoredPrompts:
     def __call__(self, ids: Ids) -> Ids | None:
         """Return the student's ids [P] of a stored prompt; None if they are not known.
 
-        They are unknown for a prompt in a chat template, which has special tokens after the start
-        of the text; and, if `known_prompts` is not empty, for any prompt that is not in it.
+        They are unknown for a prompt of a chat template, which has special tokens after the start
+        of the text. If `known_prompts` is not empty, they are unknown for all other prompts.
         """
         if self._known_prompts:
             return self._known_prompts.get(ids.tobytes())
@@ -160,10 +160,10 @@ class CrossTokenizerStore:
                 )
 
     def read(self, data: LogitDataset, index: int) -> PendingRows:
-        """Return stored sequence `index`, already resolved.
+        """Return stored sequence `index` with rows that have already arrived.
 
-        A sequence that cannot be aligned, or is too long, is replaced by two tokens, neither of
-        them learned. Packed text is truncated. Raises Corrupt as `LogitDataset.decoded` does.
+        A sequence that cannot be aligned, or is too long, is replaced by two tokens that are not
+        learned. Packed text is truncated. Raises Corrupt as `LogitDataset.decoded` does.
         """
         entry, block = data.decoded(index)
         ids = np.frombuffer(entry.token_ids, "<i4").astype(np.int32)

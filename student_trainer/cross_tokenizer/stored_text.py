@@ -43,8 +43,8 @@ class StoredText:
     def read(self, ids: Ids, block: RowBlock) -> tuple[Ids, AlignedRows] | None:
         """Return the student's tokens [n] of a piece, and the rows of all tokens but the first.
 
-        `ids` [T]: the teacher's tokens; `block`: T - 1 rows, of all tokens but the first. The
-        student learns no token whose likelihood depends on the teacher's first token. Returns None
+        `ids` [T]: the teacher's tokens; `block`: T - 1 rows, of all tokens but the first. Student
+        tokens whose likelihood depends on the teacher's first token are not learned. Returns None
         if no part of the text can be aligned.
         """
         # The first token gets an unused row.
@@ -94,7 +94,7 @@ class StoredText:
 
 
 def leading_special_tokens(tokenizer: Any, lengths: NDArray[np.int64]) -> Ids:
-    """Return the special tokens [n] that a tokenizer of transformers puts in front of a text.
+    """Return the special tokens [n] that a transformers tokenizer adds before a text.
 
     `lengths` [V]: bytes of each token.
     """
@@ -103,7 +103,7 @@ def leading_special_tokens(tokenizer: Any, lengths: NDArray[np.int64]) -> Ids:
 
 
 def _without_first(rows: AlignedRows, alignment: Alignment) -> AlignedRows:
-    """Return the rows with the unit of the writer's first token, which has no row, not learned."""
+    """Return the rows. The unit with the writer's first token, which has no row, is not learned."""
     in_first_chunk = alignment.reader_chunk == alignment.chunk[0]
     learned = rows.learned & ~np.isin(rows.word, rows.word[in_first_chunk])
     return replace(rows, learned=learned)
@@ -122,7 +122,7 @@ def _placeholder_rows(like: AlignedRows, count: int, unit: int) -> AlignedRows:
 
 
 def _truncate_rows(rows: AlignedRows, count: int) -> AlignedRows:
-    """Return the first `count` rows; a unit that is cut is not learned."""
+    """Return the first `count` rows. An incomplete unit at the end is not learned."""
     remaining_rows = rows.taken(slice(0, count))
     return replace(
         remaining_rows, learned=remaining_rows.learned & (remaining_rows.word != rows.word[count])

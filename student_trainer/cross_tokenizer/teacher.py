@@ -1,8 +1,8 @@
 """A teacher service with another tokenizer as a TeacherSource.
 
 The teacher reads its own tokens: the prompt in its own chat template, and its encoding of the
-answer's text. Its log-probs of these tokens become shares of the student's tokens
-(`cross_tokenizer/losses.py`), which come back as rows.
+answer's text. Its log-probs of these tokens are divided among the student's tokens
+(`cross_tokenizer/losses.py`) and returned as rows.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CrossTokenizerTeacher:
 
         `prompt`: returns the prompt ids [P] that the teacher reads for a rollout. `temperature`:
         divides the teacher's logits. `max_length`: maximum number of tokens that the teacher reads;
-        longer answers are left out.
+        longer answers are excluded.
         """
         self._client = client
         self._aligner = aligner
@@ -58,7 +58,7 @@ class CrossTokenizerTeacher:
         self._max_length = max_length
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
-        """Request the rows of the completion; never blocks. Otherwise as `RemoteTeacher.score`."""
+        """Request the rows of the completion without blocking; see `RemoteTeacher.score`."""
         ids = rollout.completion.numpy().astype(np.int32)
         alignment = self._aligner.align(ids, has_end=not rollout.truncated)
         prompt_ids = self._prompt(rollout).numpy().astype(np.int32)
@@ -73,11 +73,11 @@ class CrossTokenizerTeacher:
         return map_future(self._client.submit(query), partial(aligned_rows, rollout, alignment))
 
     def finish(self) -> None:
-        """Do nothing: the service answers each request on its own."""
+        """Do nothing, because the service answers each request separately."""
 
 
 def aligned_rows(rollout: Rollout, alignment: Alignment, rows: RowBlock) -> AlignedRows:
-    """Return the rows of a rollout. `rows`: one for each of the teacher's tokens."""
+    """Return the rows of a rollout. `rows`: one row for each of the teacher's tokens."""
     logprobs = np.where(alignment.reader_settled, rows.token_logprobs, 0.0)
     learned = alignment.read & alignment.settled
     begins = np.append(True, alignment.word[1:] != alignment.word[:-1])

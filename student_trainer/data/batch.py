@@ -1,7 +1,7 @@
-"""Makes the tensors of one forward pass from sequences and the teacher's rows of them.
+"""Builds the tensors of one forward pass from sequences and their teacher rows.
 
 Row convention: row t scores token t. It is the distribution of token t given the tokens before it,
-so the model computes it at position t - 1. Only `Batch.select` makes this shift.
+so the model computes it at position t - 1. Only `Batch.select` applies this shift.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from student_trainer.losses import Rows
 
 @dataclass(frozen=True)
 class ScoredSequence:
-    """A sequence and the teacher's rows of it, one per learned token."""
+    """A sequence with one teacher row per learned token."""
 
     sequence: TokenSequence
     rows: RowBlock
@@ -55,14 +55,14 @@ class Batch:
     """B lines of at most T tokens, and the N rows of the learned tokens in them.
 
     input_ids [B, T] int64: padded at the end. position_ids [B, T] int64: None unless a line has
-    several sequences. line, position [N] int64: where the token of each row is. sequence [N] int64:
-    the index of its sequence. token_ids [N] int64. head_ids [N, K] int64. teacher: Rows of N.
-    sample_ids [N, M] int64: the teacher's tail samples, or the student's draws, if any.
+    several sequences. line, position [N] int64: line and position of each row's token. sequence [N]
+    int64: the index of its sequence. token_ids [N] int64. head_ids [N, K] int64. teacher: Rows of
+    N. sample_ids [N, M] int64: the teacher's tail samples, or the student's draws, if any.
     draw_logprobs [N, M] float32: of the draws, as `TailDraws.logprobs`. sampling_logprobs [N]
     float32: log-probs in nats under the policy that sampled the tokens; None for stored sequences.
-    sequence_weights [N] float32: the weight of the row's sequence; None if all are 1.
-    teachers: the name of the teacher of each sequence, "" if the job has one teacher.
-    images: the inputs of `image_inputs`; None if no sequence has an image.
+    sequence_weights [N] float32: the weight of the row's sequence; None if all are 1. teachers: the
+    name of the teacher of each sequence, "" if the job has one teacher. images: the inputs of
+    `image_inputs`; None if no sequence has an image.
     """
 
     input_ids: Tensor
@@ -124,10 +124,10 @@ class Batch:
 def make_batch(
     scored_sequences: Sequence[ScoredSequence], device: torch.device, layout: Layout = "padded"
 ) -> Batch:
-    """Make the tensors of one micro-batch on `device`.
+    """Build the tensors of one micro-batch on `device`.
 
-    `scored_sequences`: a group of `micro_batches`. Padding is at the end of a line, where a causal
-    model does not see it. `layout`: how sequences share lines; see `packing.py`.
+    `scored_sequences`: a group of `micro_batches`. Padding is at the end of a line, where it does
+    not affect a causal model. `layout`: placement of sequences in lines; see `packing.py`.
     """
     sequences = [item.sequence for item in scored_sequences]
     blocks = [item.rows for item in scored_sequences]
@@ -176,7 +176,7 @@ def make_batch(
 
 
 def teacher_rows(blocks: Sequence[RowBlock], device: torch.device) -> Rows:
-    """Return the teacher's rows of all blocks, one after the other, float32 on `device`.
+    """Return the concatenated teacher rows of all blocks, float32 on `device`.
 
     `sample_logprobs`: [N, M] of the M ids that the student drew from its tail; [N, 1], their mean,
     if the teacher drew them; otherwise None.

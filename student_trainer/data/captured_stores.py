@@ -1,4 +1,4 @@
-"""The stores of an offline job, opened for reading. Imports no torch."""
+"""Opens the stores of an offline job for reading. Does not import torch."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def remove_copies(
     held_out: TrainingStore,
     held_out_indices: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Return `training_indices` without the sequences that are copies of held-out ones.
+    """Return `training_indices` without sequences that also occur in the held-out data.
 
     `training_indices`, `held_out_indices`: int64 indices of sequences in `training` and in
-    `held_out`. A copy has exactly the same token ids and images, which is common in data sets.
-    Raises InvalidInput if no sequence is left.
+    `held_out`. A sequence is a copy if its token ids and images are equal. Copies are common in
+    data sets. Raises InvalidInput if no sequence is left.
     """
     held_out_contents = {held_out.data.content(int(index)) for index in held_out_indices}
     has_held_out_length = np.isin(

@@ -63,10 +63,10 @@ class Example:
 def example_encoding(
     config: SFTJob, tokenizer: Any, model_ids: ModelIds = ALL_IDS
 ) -> tuple[RecordReader, Encoder[Example]]:
-    """Return what reads the records of a job and what makes examples of them.
+    """Return a reader of the job's records, and an encoder of records as examples.
 
-    Records without an answer, and sequences of more than `method.max_tokens` tokens, are left out,
-    and counted. Raises InvalidInput if the chat template cannot be used for the job.
+    Records without an answer, and sequences of more than `method.max_tokens` tokens, are skipped
+    and counted. Raises InvalidInput if the chat template does not suit the job.
     """
     check_chat_template(config.data.prompt_format, template_text(tokenizer.chat_template))
     learns_all_answers = config.method.train_on == "all"
@@ -86,7 +86,7 @@ def example_encoding(
 def load_examples(
     config: SFTJob, tokenizer: Any, model_ids: ModelIds = ALL_IDS
 ) -> tuple[ItemsOfSteps[Example], list[Example]]:
-    """Return the training examples and the held-out ones.
+    """Return the training examples and the held-out examples.
 
     Raises InvalidInput as `load_items` and `example_encoding` do.
     """
@@ -99,7 +99,7 @@ def load_examples(
 
 
 class _ExampleEncoder:
-    """Turns records into examples, and counts those that are left out."""
+    """Converts records to examples, and counts skipped records."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class _ExampleEncoder:
         *,
         learns_all_answers: bool,
     ) -> None:
-        """`learns_all_answers`: all assistant messages are learned, not only the last one."""
+        """`learns_all_answers`: learn all assistant messages, not only the last."""
         self._prompt_format: PromptFormat = data.prompt_format
         self._tokenizer = tokenizer
         self._parts = TemplateParts(self._prompt_format, tokenizer)
@@ -156,7 +156,7 @@ class _ExampleEncoder:
         return Example(tokens, start, None if answer_start == start else mask[start:], prompt)
 
     def _encode_tokens(self, record: PromptRecord) -> tuple[list[int], NDArray[np.bool_]]:
-        """Return the token ids of a record, and the mask of learned ones; empty without answer."""
+        """Return the token ids of a record and the mask of learned tokens; empty without answer."""
         prompt_format, tokenizer, conversation = (
             self._prompt_format,
             self._tokenizer,
@@ -186,5 +186,7 @@ class _ExampleEncoder:
 
 
 def _learned_part(prompt_format: PromptFormat, conversation: Conversation) -> Conversation:
-    """Return what the chat template renders: up to the answer, or the prompt of a text."""
+    """Return the conversation that the chat template renders: up to the answer, or the prompt of a
+    text.
+    """
     return conversation if prompt_format.messages_column is None else conversation.up_to_answer()

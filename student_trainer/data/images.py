@@ -1,4 +1,4 @@
-"""The images of a prompt, loaded when they are needed and cached for a short time only."""
+"""The images of prompts. They are loaded when a step needs them, and cached for a short time."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class SequenceImages:
 def with_images(
     ids: NDArray[np.int32], sources: Sequence[Source], reader: ImageReader, where: str
 ) -> tuple[NDArray[np.int32], SequenceImages | None]:
-    """Return a prompt with all its image tokens, and its images, None without images.
+    """Return a prompt with all its image tokens, and its images (None if it has none).
 
     `ids`: with one placeholder for each of the `sources`. Raises InvalidInput (`data.image_column`)
     with `where` if an image cannot be used, or if the number of placeholders differs.

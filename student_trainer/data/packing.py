@@ -1,10 +1,10 @@
 """Groups sequences into micro-batches, and places each sequence in a line.
 
-A layout says how the sequences of a micro-batch share its lines:
+A layout determines how the sequences of a micro-batch share its lines:
 
-padded     One sequence a line. Lines are as long as the longest sequence of the group.
-lines      Several sequences a line. Lines are as long as the longest sequence of the group: longer
-           ones would cost more in attention with a dense mask than they save in padding.
+padded     One sequence a line. Lines are as long as the longest sequence of the group. lines
+Several sequences a line. Lines are as long as the longest sequence of the group. With a
+           dense mask, longer lines would cost more in attention than they save in padding.
 one_line   All sequences in one line, without padding: for attention kernels that read only the
            tokens of each sequence (variable-length flash attention).
 """

@@ -56,7 +56,7 @@ class Prompt:
 
 
 class OmissionCounter:
-    """Counts the records that are left out for one reason, and logs the count at 1, 2, 4, 8, ..."""
+    """Counts the records skipped for one reason, and logs the count at 1, 2, 4, 8, ..."""
 
     def __init__(self, description: str) -> None:
         """`description`: the records, for the message, such as "prompts that are too long"."""
@@ -78,10 +78,12 @@ class Encoder(Protocol[Encoded]):
         """The counts of the records without an item, by reason."""
 
     def is_doubtful(self, record: PromptRecord) -> bool:
-        """Return whether `encode` may refuse the record; it is then encoded before training."""
+        """Return whether `encode` might refuse the record. Such records are encoded before
+        training.
+        """
 
     def encode(self, record: PromptRecord, field: str) -> Encoded | None:
-        """Return the item of a record; None if it is left out.
+        """Return the item of a record; None if the record is skipped.
 
         Raises InvalidInput, naming `field`, if the record cannot be used.
         """
@@ -94,7 +96,7 @@ class Encoder(Protocol[Encoded]):
 class ModelIds:
     """The token ids that a model has embeddings for: 0 to count - 1; None: all.
 
-    extra_tokens: the tokens of the tokenizer beyond them, by id. They are often added tokens that
+    extra_tokens: tokens of the tokenizer with higher ids, by id. These are often added tokens that
     no text uses, such as [PAD].
     """
 
@@ -116,7 +118,9 @@ class ModelIds:
         return any(token in text for token in self.extra_tokens.values() for text in texts)
 
     def require(self, ids: Sequence[int], where: str, field: str) -> None:
-        """Raise InvalidInput, naming `field`, if the model lacks an id of those at `where`."""
+        """Raise InvalidInput, naming `field`, if the model lacks one of the ids. `where`: the
+        record.
+        """
         if self.count is None or not len(ids) or max(ids) < self.count:
             return
         missing = next(token_id for token_id in ids if token_id >= self.count)
@@ -218,8 +222,8 @@ class ItemsOfSteps(Protocol[Item]):
 class PromptSet(Generic[Item]):
     """Prompts or other items, in an order fixed by the seed; each epoch has a new permutation.
 
-    A record is tokenized when a step first needs it. Records without an item, such as long ones,
-    are skipped in every epoch, and the records after them move up.
+    A record is tokenized when a step first needs it. Records without an item, such as long records,
+    are skipped in every epoch, and the next records take their place.
     """
 
     def __init__(
@@ -228,7 +232,7 @@ class PromptSet(Generic[Item]):
         encode: Callable[[PromptRecord], Item | None],
         seed: int,
     ) -> None:
-        """`encode`: returns the item of a record, None if it is left out."""
+        """`encode`: returns the item of a record; None if the record is skipped."""
         self._records = records
         self._encode = encode
         self._seed = seed
@@ -237,9 +241,10 @@ class PromptSet(Generic[Item]):
         self._stream = self._iterate_from(0)
 
     def survey(self, count: int) -> tuple[int, int]:
-        """Encode the first `count` records of the order of training.
+        """Encode the first `count` records in training order.
 
-        Returns the number of items, at least 1 unless every record is left out, and of records.
+        Returns the numbers of items and of records. If all of these records are skipped, continues
+        until the first item.
         """
         items = records = 0
         for index in permutation(len(self._records), self._seed, 0):
@@ -323,12 +328,12 @@ def prompt_encoding(
     vision_teachers: Collection[str] = (),
     model_ids: ModelIds = ALL_IDS,
 ) -> tuple[RecordReader, Encoder[Prompt]]:
-    """Return what reads the records of a job and what makes prompts of them.
+    """Return a reader of the job's records, and an encoder of records as prompts.
 
-    Prompts of more than `max_tokens` tokens are left out, and counted. `with_fields`: keep all
-    columns of the records. `reader`: of their images, if the job has any. `vision_teachers`: the
-    names of the teachers that read images. Raises InvalidInput if the prompts need another chat
-    template.
+    Prompts of more than `max_tokens` tokens are skipped and counted. `with_fields`: keep all
+    columns of the records. `reader`: of their images, if the job has any. `vision_teachers`: names
+    of the teachers that accept images. Raises InvalidInput if the chat template does not suit the
+    prompts.
     """
     check_chat_template(data.prompt_format, template_text(tokenizer.chat_template))
     encoder = _PromptEncoder(data.prompt_format, tokenizer, max_tokens, reader, model_ids)
@@ -338,11 +343,11 @@ def prompt_encoding(
 def load_prompts(
     data: DataConfig, tokenizer: Any, *, held_out: int, seed: int, **options: Any
 ) -> tuple[ItemsOfSteps[Prompt], list[Prompt]]:
-    """Return the training prompts and the held-out prompts; `options`: see `prompt_encoding`.
+    """Return the training prompts and the held-out prompts. `options`: see `prompt_encoding`.
 
-    Raises InvalidInput as `load_items` and `prompt_encoding` do, or if a prompt has no tokens or
-    one that is not in `model_ids`, or names a teacher that is not in `teachers` (checked if
-    `teachers` is not empty).
+    Raises InvalidInput as `load_items` and `prompt_encoding` do. Also raises InvalidInput if a
+    prompt has no tokens, has a token that is not in `model_ids`, or names a teacher that is not in
+    `teachers` (unless `teachers` is empty).
     """
     warn_of_date(data.prompt_format, template_text(tokenizer.chat_template))
     return load_items(*prompt_encoding(data, tokenizer, **options), held_out=held_out, seed=seed)
@@ -351,14 +356,14 @@ def load_prompts(
 def load_items(
     reader: RecordReader, encoder: Encoder[Item], *, held_out: int, seed: int
 ) -> tuple[ItemsOfSteps[Item], list[Item]]:
-    """Return the training items and the held-out ones.
+    """Return the training items and the held-out items.
 
-    Reads all records and tokenizes the held-out ones. `held_out` items come from `data.eval_path`
-    if it is set, otherwise out of `data.path`. Training has those of `data.path`, mixed with those
-    of `data.mix`.
+    Reads all records, and tokenizes only the held-out records. Held-out items come from
+    `data.eval_path` if this key is set, otherwise from `data.path`. Training items come from
+    `data.path`, mixed with those of `data.mix`.
 
-    Raises InvalidInput if a file or column is missing, a record cannot be used, none is left, or
-    more than `data.max_left_out` of the first SURVEY records are left out.
+    Raises InvalidInput if a file or column is missing, a record cannot be used, no record is left,
+    or more than `data.max_left_out` of the first SURVEY records are skipped.
     """
     data = reader.data
 

@@ -1,4 +1,4 @@
-"""Reads and checks the records of a job's data, before anything is tokenized."""
+"""Reads and checks the records of a job's data before tokenization."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class RecordReader:
     """Reads the data sets of one job.
 
     teachers: the allowed teacher names; if empty, the column is not read. with_fields: keep all
-    columns. needs_answers: a text prompt without an answer is refused, and a conversation ends with
-    its last answer. needs_questions: a conversation without a message before that answer is
-    refused. vision_teachers: the names of the teachers that read images.
+    columns. needs_answers: refuse a text prompt without an answer; a conversation ends with its
+    last answer. needs_questions: refuse a conversation without a message before this answer.
+    vision_teachers: names of the teachers that accept images.
     """
 
     data: DataConfig
@@ -112,7 +112,7 @@ class RecordReader:
     def _image_sources(
         self, record: Mapping[str, Any], where: str, folder: Path
     ) -> tuple[Source, ...]:
-        """Return the images of a record; relative paths start at `folder`, that of the data."""
+        """Return the images of a record. Relative paths refer to `folder`."""
         column = self.data.image_column
         sources = () if column is None else images_of(record, column, where)
         return tuple(

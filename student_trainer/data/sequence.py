@@ -44,7 +44,7 @@ class TokenSequence:
     def learned_rows(self, rows: RowBlock) -> RowBlock:
         """Return the rows of the learned tokens.
 
-        `rows`: of the whole completion, or of the learned tokens only; those are returned
+        `rows`: rows of the whole completion, or only of the learned tokens; the latter are returned
         unchanged.
         """
         if len(rows) == self.learned:
@@ -81,7 +81,7 @@ class TailDraws:
 
     @classmethod
     def joined(cls, parts: Sequence[TailDraws]) -> TailDraws:
-        """Return the draws of all parts, in order; there is at least one."""
+        """Concatenate the draws of at least one part."""
         return cls(
             torch.cat([part.ids for part in parts]), torch.cat([part.logprobs for part in parts])
         )
@@ -120,7 +120,7 @@ class Rollout(TokenSequence):
         return positions if self.own is None else positions[self.own]
 
     def answer_text(self, tokenizer: Any) -> str:
-        """Return the text of the answer, which rewards and evaluations judge."""
+        """Return the text of the answer, for rewards and evaluations."""
         if self.concluded is not None:
             return self.concluded
         ids = self.token_ids[self.places].tolist()

@@ -30,17 +30,17 @@ _METADATA_ADDRESSES = ("fd00:ec2::254", "100.100.100.200")
 
 
 class _BadResponse(Exception):
-    """The response of the server has no passages."""
+    """The server's response contains no passages."""
 
 
 class RemoteRetriever:
-    """Sends all queries of a turn in one request; a failed request is sent up to four times."""
+    """Sends all queries of a turn in one request. A failed request is sent up to four times."""
 
     def __init__(self, url: str, *, timeout_seconds: float) -> None:
         """Check the address and send a test query. `timeout_seconds`: the limit of one request.
 
-        Raises InvalidInput if the address is not valid or is a link-local or metadata address,
-        Unavailable if there is no answer like that of a retrieval server.
+        Raises InvalidInput if the address is not valid or is a link-local or metadata address, and
+        Unavailable if no retrieval server answers.
         """
         self._url = parse_web_address(url, _FIELD)
         _refuse_metadata_address(self._url)
@@ -112,7 +112,7 @@ class RemoteRetriever:
 def _refuse_metadata_address(url: httpx.URL) -> None:
     """Raise InvalidInput for link-local and metadata addresses, where clouds keep credentials.
 
-    The author of the job file may be another person, who must not reach this machine's network.
+    The author of the job file must not reach the internal network of this machine.
     """
     try:
         addresses = socket.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
@@ -131,7 +131,7 @@ def _refuse_metadata_address(url: httpx.URL) -> None:
 
 
 def _parse_passages(answer: Any, queries: int, count: int) -> list[list[str]]:
-    """Return the texts in a server's response. Raises _BadResponse if its form is wrong."""
+    """Return the texts in a server's response. Raises _BadResponse for another format."""
     try:
         passage_lists = [
             [parse_text(document["document"]["contents"]) for document in documents[:count]]

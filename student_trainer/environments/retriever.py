@@ -96,10 +96,10 @@ class Retriever(Protocol):
 
 
 def make_retriever(config: SearchConfig) -> Retriever:
-    """Return the retriever that `config` names: a corpus on this machine or a server.
+    """Return the retriever of `config`: a local corpus or a server.
 
     Raises InvalidInput if the corpus cannot be read, the address is not allowed, or a package is
-    not installed; Unavailable if the server does not answer like a retrieval server.
+    not installed; Unavailable if no retrieval server answers.
     """
     if not config.remote:
         return LocalRetriever(config.retriever)

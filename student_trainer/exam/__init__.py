@@ -1,1 +1,1 @@
-"""The program of `distill eval`: models answer prompts many times, a reward scores the answers."""
+"""The program of `distill eval`: samples many answers per prompt and scores them with a reward."""

@@ -2,8 +2,8 @@
 
     answers.jsonl   the settings that determine the answers, then the answers of one `add` per line
 
-A line is written to the operating system before `add` returns, so a killed process loses no answer.
-Only one process can have the file open.
+Each line is passed to the operating system before `add` returns, so a killed process loses no
+answer. Only one process can open the file.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ class AnswerStore:
         settings: Mapping[str, Any],
         on_answers: Callable[[Sequence[StoredAnswer]], None] = lambda answers: None,
     ) -> None:
-        """Open the file and read its answers. `on_answers` is called with each `add`, after it.
+        """Open the file and read its answers. `on_answers` is called after each `add`, with its
+        answers.
 
-        Raises InvalidInput if its answers have different settings, WrongState if another process
-        has it open.
+        Raises InvalidInput if the stored settings differ, and WrongState if another process has the
+        file open.
         """
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / "answers.jsonl"
@@ -87,7 +88,7 @@ class AnswerStore:
         return self._answers.get((prompt, sample))
 
     def add(self, *answers: StoredAnswer) -> None:
-        """Store all answers or none. Once it returns, killing the process loses none of them."""
+        """Store all answers or none. After the return, a kill of the process loses none of them."""
         self._write([asdict(answer) for answer in answers])
         self._answers |= {(answer.prompt, answer.sample): answer for answer in answers}
         self._on_answers(answers)
@@ -102,11 +103,13 @@ class AnswerStore:
         return question.number in self._refusals
 
     def refuse(self, question: Question, error: DistillError) -> None:
-        """Record a prompt that the model refused, such as a too long one; the first error stays."""
+        """Record a prompt that the model refused, for example a too long prompt. The first error is
+        kept.
+        """
         self._refusals.setdefault(question.number, error)
 
     def require_answers(self, least_refusals: int = 1) -> None:
-        """Raise the first refusal if there are `least_refusals` and no answer at all."""
+        """Raise the first refusal if there are at least `least_refusals` of them and no answers."""
         if self.refused >= least_refusals and not self._answers:
             raise next(iter(self._refusals.values()))
 
@@ -148,5 +151,5 @@ class AnswerStore:
 
 
 def derive_seed(seed: int, prompt: int, sample: int) -> int:
-    """Return the seed of answer `sample` to question `prompt`: 31 bits, which all servers take."""
+    """Return the seed of answer `sample` to question `prompt`: 31 bits, for all servers."""
     return (seed * 1_000_003 + prompt * 8191 + sample) % (1 << 31)

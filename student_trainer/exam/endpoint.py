@@ -1,8 +1,8 @@
-"""Answers of an OpenAI-compatible server, many requests at once.
+"""Requests answers from an OpenAI-compatible server, many at the same time.
 
-A request is tried up to 12 times with growing pauses while a retry may help; see WebClient. The
-evaluation ends if all fail, if the server does not know the model (404), or if it rejects the key
-(401, 403). Any other error refuses its prompt only.
+If a retry may help, a request is tried up to 12 times with growing pauses; see WebClient. The
+evaluation ends if all tries fail, if the server does not know the model (404), or if it rejects the
+key (401, 403). Any other error only refuses its prompt.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class ModelEndpoint:
     """One model of an OpenAI-compatible server."""
 
     def __init__(self, config: ExamConfig, model: str) -> None:
-        """Set the address; connects later. The key is read from $OPENAI_API_KEY, if it is set.
+        """Set the address. The connection opens later. The key is read from $OPENAI_API_KEY, if
+        set.
 
         Raises InvalidInput if `config.endpoint` is not a valid address.
         """

@@ -1,7 +1,7 @@
-"""An evaluation: models answer prompts, and the answers are scored.
+"""An evaluation: samples answers from models and scores them.
 
-Answers are stored when they arrive, so a resumed evaluation requests only the missing ones. Imports
-torch only if a model runs in this process.
+Answers are stored when they arrive, so a resumed evaluation requests only missing answers. torch is
+imported only if a model runs in this process.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _PROMPT_KEYS = ("messages_column", "system", "chat_template", "template_argument
 
 
 class Watcher:
-    """Follows the progress of an evaluation: prints a line to stderr, at most one every 10 s."""
+    """Monitors an evaluation: prints a line to stderr at most every 10 s."""
 
     def begin(self, model: str, stored_count: int, total: int) -> None:
-        """Start to follow a model, which has `stored_count` of its `total` answers on disk."""
+        """Start to monitor a model with `stored_count` of its `total` answers on disk."""
         self._model, self._answer_count, self._total = model, stored_count, total
         self._printed_at = 0.0
         if stored_count < total:
             self.add(())
 
     def add(self, answers: Sequence[StoredAnswer]) -> None:
-        """Record answers of the model, already on disk. May raise to end the evaluation."""
+        """Record answers of the model that are on disk. May raise to end the evaluation."""
         self._answer_count += len(answers)
         now = time.monotonic()
         is_complete = self._answer_count == self._total
@@ -84,9 +84,10 @@ def run(config: ExamConfig, watcher: Watcher | None = None) -> list[dict[str, An
 def _answer_questions(
     config: ExamConfig, name: str, questions: list[Question], watcher: Watcher
 ) -> list[list[StoredAnswer | None]]:
-    """Return all answers of a model, requesting those that are not on disk yet.
+    """Return all answers of a model. Requests the answers that are not on disk.
 
-    An answer is None if the model refused its prompt. Raises a DistillError if it refuses all.
+    An answer is None if the model refused its prompt. Raises a DistillError if it refused all
+    prompts.
     """
     model, samples = config.models[name], range(config.method.samples)
 
@@ -127,9 +128,10 @@ def _load_examinee(config: ExamConfig, model: str, watcher: Watcher) -> Any:
 
 
 def _collect_settings(config: ExamConfig, model: str) -> dict[str, Any]:
-    """Return the settings that determine the answers, of which a directory has one set.
+    """Return the settings that determine the answers. They are the same for all answers of a
+    directory.
 
-    The numbers of prompts and samples are not included, so they can be raised later. `weights`:
+    The numbers of prompts and samples are not included, so they can be increased later. `weights`:
     name, size and modification time of each file, to detect a changed model.
     """
     data, method, is_local = config.data, config.method, config.endpoint is None

@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def evaluate(run: RunDirectory, job: EvalJob, progress: Progress) -> Verdict:
-    """Run one attempt of an evaluation, which requests the answers that are not on disk.
+    """Run one attempt of an evaluation. Requests the answers that are not on disk.
 
     Returns "succeeded", or "cancelled" if a stop was requested. Raises a DistillError if the model
     or the data cannot be used.
@@ -71,7 +71,7 @@ def evaluate(run: RunDirectory, job: EvalJob, progress: Progress) -> Verdict:
 
 
 def build_exam_config(job: EvalJob, run: RunDirectory) -> ExamConfig:
-    """Return the evaluation of a job: of the student, and of its anchor if there is one."""
+    """Return the evaluation of a job: of the student, and of its anchor if it exists."""
     models = {"student": job.student.model}
     anchor = Path(job.student.model) / "anchor"
     if (anchor / "config.json").is_file():
@@ -87,7 +87,7 @@ def build_exam_config(job: EvalJob, run: RunDirectory) -> ExamConfig:
 
 
 class JobWatcher(Watcher):
-    """Counts answers as steps, and writes a line of metrics about once a second.
+    """Counts answers as steps, and writes a line of metrics about once per second.
 
     The metrics of the last step are the results. Call `close` at the end.
     """
@@ -147,7 +147,9 @@ class JobWatcher(Watcher):
             self._log.close()
 
     def _open_log(self) -> MetricsLog:
-        """Return the open log without the last step, which a killed attempt may have written."""
+        """Return the open log without the last step, which a killed attempt may have written
+        partially.
+        """
         if self._log is None:
             last_step = min(self._answer_count, self._total - 1)
             attempt = self._progress.attempt

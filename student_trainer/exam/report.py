@@ -1,8 +1,8 @@
 """Scores the answers of a model, saves them as one table, and computes the row of the report.
 
-Every estimate is a mean over prompts of a statistic of one prompt's answers. The intervals come
-from a bootstrap that resamples prompts, or from Wilson's formula if every prompt is right or wrong.
-Shapes: [P, n] are n answers to each of P prompts.
+Every estimate is a mean over prompts of a statistic of the prompt's answers. Intervals come from a
+bootstrap over prompts, or from Wilson's formula if every prompt is right or wrong. Shape [P, n]: n
+answers to each of P prompts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RIGHT = 1.0
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over prompts, and the ends of its 95% interval."""
+    """A mean over prompts, and the bounds of its 95% interval."""
 
     mean: float
     low: float
@@ -40,7 +40,8 @@ class Estimate:
 
 
 def pass_at_k(right: NDArray[np.bool_], k: int) -> NDArray[np.float64]:
-    """Return pass@k of each prompt, [P]: the chance that k of its n answers include a right one.
+    """Return pass@k of each prompt, [P]: the probability that k of its n answers include a right
+    answer.
 
     1 - C(n - c, k) / C(n, k) for c right answers: the unbiased estimate of Chen et al. (arXiv
     2107.03374). `right`: [P, n] bool; 1 <= k <= n.
@@ -80,8 +81,8 @@ def estimate(values: NDArray[np.float64]) -> Estimate:
 def estimate_share(values: NDArray[np.float64]) -> Estimate:
     """Return the mean of values [P] between 0 and 1, with its interval; deterministic.
 
-    If all values are 0 or 1, the interval is Wilson's (JASA 22, 1927), which never has length 0: a
-    bootstrap of 8 zeros would claim that the share is exactly 0. Otherwise as `estimate`.
+    If all values are 0 or 1, the interval is Wilson's (JASA 22, 1927), which never has length 0. A
+    bootstrap of 8 zeros would give [0, 0]. Otherwise as `estimate`.
     """
     if not np.isin(values, (0.0, 1.0)).all():
         return estimate(values)
@@ -136,7 +137,7 @@ def judge(
     answers: Sequence[Sequence[StoredAnswer | None]],
     rewards: Rewards,
 ) -> GradedAnswers:
-    """Score the answers. answers[i]: the answers to questions[i], the same number for each."""
+    """Score the answers. answers[i]: the answers to questions[i], equally many for each."""
     samples = [
         RewardSample(question.text, answer.text, question.reference, question.fields, answer.tokens)
         for question, question_answers in zip(questions, answers, strict=True)
@@ -150,7 +151,7 @@ def judge(
 
 
 def save(graded: GradedAnswers, file: Path) -> None:
-    """Write every answer with its reward to a Parquet file; refused prompts are left out."""
+    """Write every answer with its reward to a Parquet file, without refused prompts."""
     rows = [
         {
             "prompt": question.number,
@@ -177,8 +178,8 @@ def save(graded: GradedAnswers, file: Path) -> None:
 def summarize(name: str, graded: GradedAnswers, baseline: GradedAnswers | None) -> dict[str, Any]:
     """Return the row of a model in the report.
 
-    `baseline`: the answers of the first model to the same prompts; `gain` is the difference of
-    pass@1 to it. None for the first model itself. Shares are fractions, with 95% intervals over
+    `baseline`: the answers of the first model to the same prompts; None for the first model. `gain`
+    is the difference in pass@1 to the baseline. Shares are fractions, with 95% intervals over
     prompts.
     """
     right = graded.right
@@ -212,7 +213,7 @@ def format_row(row: Mapping[str, Any], columns: Sequence[str]) -> dict[str, str]
 
 
 def table_columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the columns of the table, with only the first and the last of the pass@k."""
+    """Return the columns of the table. Of the pass@k columns, only the first and the last."""
     names = [name for name in rows[0] if name.startswith("pass@")]
     gain = ["gain"] if len(rows) > 1 else []
     votes = [name for name in rows[0] if name.startswith("maj@") and name != "maj@1"]

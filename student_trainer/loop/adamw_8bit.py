@@ -1,4 +1,4 @@
-"""AdamW with 8-bit moments, from torchao, in blocks that do not depend on the number of processes.
+"""AdamW of torchao with 8-bit moments, in blocks that are independent of the number of processes.
 
 Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861).
 """

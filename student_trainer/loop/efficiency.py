@@ -1,4 +1,4 @@
-"""Metrics of how well a step uses the device: tokens per second of a process, MFU, memory."""
+"""Efficiency metrics of a step: tokens per second of a process, MFU, memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from student_trainer.teachers.source import PendingRows
 class LearningFlops:
     """Counts the operations of one forward and backward pass of a sequence (arXiv 2204.02311).
 
-    As PaLM's appendix B counts them, a weight of a linear module takes 2 operations per token in
-    the forward pass, 2 for the gradient of its input, and 2 for its own gradient if it learns: 6 N
-    in all. Attention takes 12 * layers * width of the queries * tokens per token, as if every token
-    saw all others. Not counted, as in every model FLOPs utilization: embeddings, norms, softmax,
-    and what gradient checkpointing computes again.
+    As in PaLM's appendix B, a weight of a linear module takes 2 operations per token in the forward
+    pass, 2 for the gradient of its input, and 2 for its own gradient if it is trained: 6 N in
+    total. Attention takes 12 * layers * width of the queries * tokens per token, as if every token
+    attended to all others. As usual for MFU, embeddings, norms, softmax, and the recomputation of
+    gradient checkpointing are not counted.
 
-    The head runs on the learned tokens only, all other modules on all tokens. Experts of a mixture
-    are not counted, so that the count of a mixture is a lower bound.
+    The head runs only on the learned tokens, all other modules on all tokens. Experts of a mixture
+    are not counted, so the count of a mixture is a lower bound.
     """
 
     def __init__(self, student: Student) -> None:

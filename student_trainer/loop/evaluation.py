@@ -47,10 +47,10 @@ class HeldOutObjective(Objective, Protocol):
 
 @dataclass(frozen=True)
 class Samples:
-    """Sampled held-out answers in place of greedy ones.
+    """Settings for sampled held-out answers instead of greedy answers.
 
-    count: answers per prompt. seed: of the job. Answer n of prompt i has the rollout number
-    first - (i * count + n), whatever the number of processes.
+    count: answers per prompt. seed: of the job. Answer n of prompt i has the rollout number first -
+    (i * count + n), for any number of processes.
     """
 
     count: int
@@ -75,7 +75,7 @@ class TaskEvaluation:
         """`prompts`: of all processes; this process uses its share.
 
         `use_exact_match`: whether to compare answers with the references. `rollout_rewards`: the
-        job's reward, None if it has none. `samples`: None for one greedy answer to each prompt.
+        job's reward, or None. `samples`: None for one greedy answer per prompt.
         """
         self._prompts = list(enumerate(prompts))[
             accelerator.process_index :: accelerator.num_processes
@@ -162,9 +162,9 @@ class Evaluation:
     ) -> None:
         """`held_out`: returns this process's held-out sequences.
 
-        They must be the same every time, so that evaluations at different steps are comparable.
-        `task_evaluation`: None if the job has none. `samples`: whether one of the two samples in
-        this process, which needs the full weights.
+        The sequences must be the same every time, so that evaluations at different steps are
+        comparable. `task_evaluation`: None if the job has none. `samples`: whether `held_out` or
+        `task_evaluation` samples in this process, which needs the full weights.
         """
         self._accelerator = accelerator
         self._objective = objective

@@ -33,11 +33,11 @@ log = logging.getLogger(__name__)
 
 
 class Watch(Protocol):
-    """Reads the metrics of each step, and logs a warning if they show a fault."""
+    """Reads the metrics of each step, and logs a warning if they indicate a fault."""
 
     @property
     def note(self) -> str:
-        """The state in a few words, for the phase of the job; "" if there is nothing to say."""
+        """A few words for the phase of the job; "" if there is no fault."""
 
     def see(self, step: int, metrics: Mapping[str, float]) -> None:
         """Check the metrics of `step`."""
@@ -45,13 +45,13 @@ class Watch(Protocol):
 
 @dataclass(frozen=True)
 class Method:
-    """What the trainer needs from a method.
+    """The parts of a method that the trainer uses.
 
     objective: the loss and the metrics of a micro-batch. steps: returns this process's sequences of
     a step. evaluation: the held-out evaluation. anchor: None if the job has no anchor. critic: None
-    if advantages come from groups. facts: written to state.json of every checkpoint; an offline job
-    compares the identity of its store with them when the run resumes. rollouts_ahead: None if the
-    trainer's processes sample. watches: of the main process.
+    if advantages come from groups. facts: written to state.json of every checkpoint; when an
+    offline run resumes, it compares the identity of its store with them. rollouts_ahead: None if
+    the trainer's processes sample. watches: of the main process.
     """
 
     objective: Objective
@@ -68,8 +68,8 @@ class Method:
 class Learner:
     """Updates the student, then the anchor, with the sequences of an update.
 
-    skipped_updates: consecutive ones, up to the last one. has_tokens: whether a token has added to
-    the gradients.
+    skipped_updates: consecutive skipped updates up to the last update. has_tokens: whether a token
+    has contributed to the gradients.
     """
 
     config: TrainingJob
@@ -82,7 +82,7 @@ class Learner:
     has_tokens: bool = True
 
     def learn(self, step: int, pending: Sequence[PendingRows], rate: float) -> dict[str, float]:
-        """Collective. Make an update of `step` with learning rate `rate`; return its metrics.
+        """Collective. Run an update of `step` with learning rate `rate`, and return its metrics.
 
         Raises Corrupt as `update` does.
         """
@@ -154,10 +154,10 @@ class Learner:
     def update(self, step: int, rate: float) -> float:
         """Update the weights, and return the norm of the gradient before clipping.
 
-        An update is skipped on all ranks if the gradient is not finite, or if no token is learned:
-        all are masked, or have the weight 0. In RL a gradient of zero is an update, because rewards
-        may be equal. Raises Corrupt after more than `train.max_skipped_updates` skipped updates in
-        a row.
+        An update is skipped on all ranks if the gradient is not finite, or if no token is learned
+        because all are masked or have weight 0. In RL, a zero gradient counts as an update, because
+        rewards may be equal. Raises Corrupt after more than `train.max_skipped_updates` skipped
+        updates in a row.
         """
         set_learning_rate(self.optimizer, rate)
         norm = clip_gradients(self.student, self.config.train.max_grad_norm)

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 def make_optimizer(settings: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
     """Return AdamW (arXiv 1711.05101) for the trainable weights of `model`.
 
-    The fused kernel reads and writes each element once: on a CPU an update takes a quarter of the
+    The fused kernel reads and writes each element once. On a CPU, an update takes a quarter of the
     time of PyTorch's default. `settings.optimizer` = "adamw_8bit" stores the moments in 8 bits
     (`adamw_8bit.py`).
     """
@@ -81,8 +81,8 @@ def schedule_warning(train: TrainConfig, max_steps: int) -> str:
 def warn_of_schedule(train: TrainConfig, max_steps: int, history: Sequence[Point]) -> None:
     """Log a warning if the run ends within its warm-up, or if a resumed run has another schedule.
 
-    `history`: the metrics before this attempt. The learning rate of their last step is that of
-    another schedule if `max_steps` or a key of `train` has changed since.
+    `history`: the metrics before this attempt. If `max_steps` or a key of `train` has changed, the
+    learning rate of their last step differs from that of the current schedule.
     """
     if warning := schedule_warning(train, max_steps):
         log.warning("%s", warning)

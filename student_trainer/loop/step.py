@@ -28,8 +28,7 @@ class Step:
 
     updates: the sequences of each optimizer update, in the order of the updates. metric_sums:
     metrics as tensors (sum, number), which the trainer sums over all processes; the names must be
-    equal on all ranks. seconds: metrics `time/...` in seconds; those of the main process are
-    logged.
+    equal on all ranks. seconds: metrics `time/...` in seconds; only the main process logs them.
     """
 
     updates: Sequence[Sequence[PendingRows]]
@@ -42,7 +41,9 @@ Steps = Callable[[int], Step]
 
 
 def one_update(of_step: Callable[[int], list[PendingRows]]) -> Steps:
-    """Return steps of one optimizer update each. `of_step`: returns the sequences of a step."""
+    """Return a source of steps with one optimizer update each. `of_step`: returns the sequences of
+    a step.
+    """
     return lambda step: Step([of_step(step)])
 
 
@@ -60,7 +61,7 @@ class Objective(Protocol):
     def batch(
         self, scored_sequences: Sequence[ScoredSequence], device: torch.device, layout: Layout
     ) -> Batch:
-        """Make the tensors of one micro-batch on `device`. `layout`: as in `make_batch`."""
+        """Build the tensors of one micro-batch on `device`. `layout`: as in `make_batch`."""
 
     def loss(self, batch: Batch) -> LossFunction:
         """Return the loss of the batch as a function of the student's rows: one term per token."""
@@ -103,7 +104,7 @@ def compute_means(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]
 def combine_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean of each metric over the updates; for tokens, flops and seconds the sum.
 
-    Values that are not finite are left out, unless all are.
+    Non-finite values are ignored, unless all values are non-finite.
     """
     means = {}
     for name in updates[0]:

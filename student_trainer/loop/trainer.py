@@ -13,7 +13,8 @@ updates the student, then the anchor. It saves, evaluates and logs at the job's 
 The state of a step is copied for its checkpoint before the step is evaluated, so that a failed
 evaluation loses no step. The checkpoint then contains the metrics of its step. If metrics.jsonl
 lacks the line of that step, an attempt that resumes repeats the evaluation and writes the line.
-Checkpoints are written while training goes on (`saver.py`), the last one before the run ends.
+Checkpoints are written during training (`saver.py`). The last checkpoint is completed before the
+run ends.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Trainer:
-    """Runs the steps of a job from the last finished one to the verdict.
+    """Runs the steps of a job from the last finished step to the verdict.
 
-    step: the last finished one; 0 for a new run. metrics: None but in the main process.
-    resumed_metrics: those of `step`, if its checkpoint has them.
+    step: the last finished step; 0 for a new run. metrics: None except in the main process.
+    resumed_metrics: the metrics of `step`, if its checkpoint contains them.
     """
 
     config: AnyTraining
@@ -103,8 +104,8 @@ class Trainer:
         """Collective. Train to `max_steps`, then export the model; return the verdict.
 
         Returns "succeeded", or "cancelled" if a stop of the run was requested. If an evaluation
-        raises a DistillError, or a step raises one before it changes a weight, saves a checkpoint
-        of the last finished step and then raises the error. All checkpoints are complete then.
+        raises a DistillError, or a step does so before it changes a weight, saves a checkpoint of
+        the last finished step and raises the error. All checkpoints are then complete.
         """
         try:
             return self._train()
@@ -274,9 +275,9 @@ class Trainer:
         self.progress.say(f"training ({note})" if note else "training", self.step)
 
     def _save(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Collective. Begin to write the checkpoint of the last finished step, unless it exists.
+        """Collective. Start to write the checkpoint of the last finished step, unless it exists.
 
-        `metrics`: of this step, if metrics.jsonl does not have them yet.
+        `metrics`: of this step, if metrics.jsonl does not contain them yet.
         """
         if self.step == self._saved_step:
             return
@@ -296,14 +297,14 @@ class Trainer:
         self._delete_old()  # now that the last evaluation is known
 
     def _delete_old(self) -> None:
-        """Delete all checkpoints except the newest and the best ones, in the main process."""
+        """In the main process, delete all checkpoints except the newest and the best."""
         if self.accelerator.is_main_process:
             best = best_step(read_points(self.run.metrics), self.run.checkpoint_steps())
             delete_old(self.run.checkpoints, self.config.checkpoint.keep, best=best)
             self.copies.begin()
 
     def _export(self) -> None:
-        """Collective. Write the export; in bfloat16 if the range of float16 is too small for it."""
+        """Collective. Write the export. If a weight exceeds the range of float16, use bfloat16."""
         self.progress.say("exporting", self.step)
         dtype = getattr(torch, self.config.export.dtype)
         try:
@@ -327,7 +328,7 @@ class Trainer:
 
 
 def _require_finite(metrics: Mapping[str, float]) -> None:
-    """Raise InvalidInput if the log-probs of the student are not numbers before training."""
+    """Raise InvalidInput if the student has non-finite log-probs before training."""
     for name in ("eval/kl", "eval/cross_entropy", "eval/entropy"):
         if math.isnan(metrics.get(name, 0.0)):
             raise InvalidInput(

@@ -1,4 +1,4 @@
-"""Warnings of a run: cut answers, zero gradients, flat rewards, an anchor or a head that drifts."""
+"""Warnings of a run: truncated answers, zero gradients, equal rewards, drift of anchor or head."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RewardWatch:
 
     @property
     def note(self) -> str:
-        """The state in a few words, for the phase of the job; "" if there is nothing to say."""
+        """A few words for the phase of the job; "" if there is no fault."""
         if self._flat_since is None or self._last_flat_step - self._flat_since + 1 < _STEPS:
             return ""
         return f"all rewards equal since step {self._flat_since}"
@@ -64,7 +64,7 @@ def contraction(
 ) -> float:
     """Return tau |1 - alpha beta lambda|^P, the factor of the gap after one period.
 
-    Near the point where student (theta) and anchor (phi) are equal, the gap d = theta - phi follows
+    If student (theta) and anchor (phi) are nearly equal, the gap d = theta - phi follows
 
         d <- (1 - alpha beta lambda) d + alpha g     with each update of the student
         d <- tau d                                   with each update of the anchor, every P updates
@@ -78,9 +78,9 @@ def contraction(
 class StabilityWatch:
     """Logs one warning if the metrics of a step indicate an unstable gap to the anchor.
 
-    The estimate is local and rough. The curvature is the one along the gap, 2 KL / |d|^2. AdamW's
-    effective rate is bounded by its longest step, alpha sqrt(n) for n weights, divided by the norm
-    of the gradient.
+    The estimate is local and rough. The curvature is that along the gap, 2 KL / |d|^2. AdamW's
+    effective rate is at most its longest step, alpha sqrt(n) for n weights, divided by the norm of
+    the gradient.
     """
 
     note = ""  # nothing for the phase of the job
@@ -123,7 +123,7 @@ class StabilityWatch:
 class HeadWatch:
     """Logs one warning if the student's head mass falls below half of its first value.
 
-    Each attempt warns once, so the log of a resumed run has the warning too.
+    Each attempt warns once, so the log of a resumed run also contains the warning.
     """
 
     note = ""  # nothing for the phase of the job
@@ -153,10 +153,10 @@ class HeadWatch:
 
 
 class LearningWatch:
-    """Logs one warning if many answers are cut, and one if gradients are zero, in several steps.
+    """Logs a warning for truncated answers, and another for zero gradients, over several steps.
 
-    A cut answer teaches no end. A zero gradient has no token to learn: all of them are masked, or
-    have the weight 0, or all rewards of a group are equal.
+    A truncated answer has no end token to learn. The gradient is zero if no token is learned,
+    because all tokens are masked or have weight 0, or if all rewards of a group are equal.
     """
 
     def __init__(self, config: AnyTraining) -> None:
@@ -187,13 +187,13 @@ class LearningWatch:
 
     @property
     def note(self) -> str:
-        """The state in a few words, for the phase of the job; "" if there is nothing to say."""
+        """A few words for the phase of the job; "" if there is no fault."""
         notes = [f"{self._cut_share:.0%} of answers cut"] if self._cut_share > _CUT_SHARE else []
         return ", ".join(notes + ["nothing learned: zero gradients"] * self._is_idle)
 
     @property
     def _cut_share(self) -> float:
-        """The mean share of the last steps; 0 before there are enough of them."""
+        """The mean share of truncated answers in the last steps; 0 with too few steps."""
         is_full = len(self._cut_shares) == self._steps
         return sum(self._cut_shares) / self._steps if is_full else 0.0
 

@@ -1,8 +1,8 @@
-"""Losses as pure functions of rows: each can be checked against its formula.
+"""Losses as pure functions of rows, so that each can be tested against its formula.
 
 Shapes: N tokens, K head ids, M tail samples, V vocabulary. A loss returns one value per token, [N];
-a KL is in nats. Masks, token weights and the one division by the global token count are the
-caller's.
+a KL is in nats. The caller applies masks and token weights, and divides once by the global token
+count.
 """
 
 from student_trainer.losses.advantages import (

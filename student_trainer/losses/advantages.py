@@ -14,7 +14,7 @@ def group_advantages(rewards: Tensor, *, scale_by_std: bool, eps: float = 1e-6) 
     """Return the advantage (R - mean) / (std + eps) of each answer within its group, [G, n].
 
     `rewards` [G, n]: the rewards of n answers to each of G prompts; NaN if an answer has none. An
-    answer without a reward is left out of the mean and the std of its group, and its advantage is
+    answer without a reward is excluded from the mean and the std of its group, and its advantage is
     0. All advantages of a group with equal rewards are 0.
 
     The std is the sample standard deviation (n - 1), as in implementations of GRPO (arXiv

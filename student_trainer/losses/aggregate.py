@@ -1,7 +1,7 @@
-"""Weights of tokens: a loss is a weighted sum over tokens, divided once by a global sum of weights.
+"""Token weights: a loss is a weighted sum over tokens, divided by a global sum of weights.
 
-token-mean           every token has weight 1, so long answers count more
-seq-mean-token-mean  every answer has weight 1, divided equally among its tokens
+token-mean           every token has weight 1, so long answers count more seq-mean-token-mean  every
+answer has weight 1, divided equally among its tokens
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ equals its mean under p:
 
     E_mu[rho f(y)] = E_p[f(y)]
 
-This is exact for one token after a given prefix. The prefixes are sampled from mu; the product of a
-prefix's weights would correct them too, but its variance grows exponentially with the length.
+This is exact for one token after a given prefix. The prefixes are also sampled from mu. The product
+of the weights of a prefix would correct them, but its variance grows exponentially with the length.
 
 Bounding the weights adds a bias and limits the variance:
 

@@ -9,8 +9,8 @@ A is the advantage, p the student, p_old the student before the first update of 
 A third bound (dual clip, arXiv 1912.09729, equation 5) limits the loss where A < 0: the ratio is at
 most dual_clip there.
 
-p_old may differ from the policy mu that sampled y: by older weights, another precision or another
-program. The clip bounds the distance of updates from p_old; the weight p_old(y)/mu(y) of
+p_old may differ from the policy mu that sampled y, because of older weights, another precision or
+another program. The clip bounds the distance of updates from p_old. The weight p_old(y)/mu(y) of
 `off_policy.py` corrects for sampling from mu (decoupled PPO, arXiv 2110.00641, equation 2).
 
 The ratio of a sequence (GSPO, arXiv 2507.18071) is the geometric mean of the ratios of its tokens,

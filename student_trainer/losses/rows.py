@@ -1,4 +1,4 @@
-"""Rows: all that a loss reads from a distribution over the vocabulary."""
+"""Rows: the part of a distribution over the vocabulary that a loss reads."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def rows_from_logits(
 
     logits [N, V]; head_ids [N, K] int64, distinct within a row; token_ids [N] int64; sample_ids [N,
     M] int64. Half precision is widened to float32. The tail is a logsumexp over the other logits,
-    because 1 - sum loses a small tail mass. `fused_linear_rows` does the same without [N, V]
+    because 1 - sum loses a small tail mass. `fused_linear_rows` computes the same without [N, V]
     logits.
     """
     scaled = logits if logits.dtype == torch.float64 else logits.float()

@@ -1,1 +1,3 @@
-"""The training methods, one file each. Each file lists what one step does, in order."""
+"""The training methods, one file each. The docstring of each file lists the parts of a step in
+order.
+"""

@@ -95,7 +95,7 @@ log = logging.getLogger(__name__)
 
 
 def prepare(config: OfflineJob, inputs: Inputs) -> Preparation:
-    """Open the stores, check them against student and teacher, and read the prompts to answer."""
+    """Open the stores, check them against student and teacher, and read the evaluation prompts."""
     stores, max_length = open_stores(config), inputs.max_length
     store = stores.training
     longest = store.longest + config.method.max_new_tokens
@@ -149,8 +149,8 @@ def build(
     """Build the method of an offline job. The module docstring lists the steps.
 
     The loss is the forward KL over the teacher's stored top-k. `task_prompts`: the prompts for
-    exact match, empty if disabled. `other_store`: reads the stores if they have another tokenizer.
-    `images`: reads the images that the stores name; None if they name none. `engine`: samples the
+    exact match, empty if disabled. `other_store`: reader of stores with another tokenizer.
+    `images`: reader of the images of the stores; None without images. `engine`: samples the
     student's answers; None: this process samples.
     """
     store, method = stores.training, config.method
@@ -224,7 +224,7 @@ def _make_objective(
 def _make_teacher(
     config: OfflineJob, store: TrainingStore, tail: str, connection: Connection, vocab_size: int
 ) -> RemoteTeacher:
-    """Return the live teacher, whose rows are like those of the store."""
+    """Return the running teacher, with row settings equal to those of the store."""
     assert config.teacher is not None, "the caller checks it"
     return RemoteTeacher(
         connection.client,
@@ -241,8 +241,8 @@ def load_task_prompts(
 ) -> list[Prompt]:
     """Return the prompts for `eval.metric`; an empty list if the metric is "none".
 
-    `longest`: prompts with more tokens are left out. Raises InvalidInput if `data.eval_prompts`
-    cannot be read, lacks a column, has no prompt that is short enough, or one that is not in
+    `longest`: longer prompts are skipped. Raises InvalidInput if `data.eval_prompts` cannot be
+    read, lacks a column, has no sufficiently short prompt, or has a token that is not in
     `model_ids`.
     """
     path = config.data.eval_prompts
@@ -269,7 +269,7 @@ def load_task_prompts(
 
 
 def _split(config: OfflineJob, stores: Stores) -> tuple[NDArray[int64], NDArray[int64]]:
-    """Return the indices of the training and the held-out sequences, a function of the seed."""
+    """Return the indices of the training and the held-out sequences, determined by the seed."""
     count = config.eval.prompts
     training_indices = permutation(len(stores.training.data), config.seed, -1)
     held_out_store = stores.held_out

@@ -1,6 +1,6 @@
-"""The steps of offline distillation: stored sequences, read ahead of training, and their mixture.
+"""The steps of offline distillation: stored sequences, prefetched, optionally mixed with rollouts.
 
-`offline.py` connects them.
+`offline.py` connects these parts.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class _Share:
 
 
 class StoredSteps:
-    """Steps of stored sequences, which a thread verifies and decodes ahead of training.
+    """Steps of stored sequences, which a thread verifies and decodes in advance.
 
-    At most two steps ahead are in memory. The sequences of a step are a pure function of the seed
-    and the step number.
+    At most two future steps are in memory. The sequences of a step depend only on the seed and the
+    step number.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class StoredSteps:
         read: ReadSequence,
         mixture: Mixture | None = None,
     ) -> None:
-        """Set up the order of the sequences, without reading any.
+        """Set up the order of the sequences without reading them.
 
         `chosen`: int64 indices of the training sequences in `data`. `per_step`: sequences of a step
-        over all processes. `last_step`: the last step to read ahead. `read`: reads a sequence.
-        `mixture`: None if all sequences of a step are stored ones.
+        over all processes. `last_step`: the last step to prefetch. `read`: reads a sequence.
+        `mixture`: None if all sequences of a step are stored sequences.
         """
         self._data = data
         self._chosen = chosen
@@ -139,9 +139,9 @@ class StoredSteps:
 
 
 def read(data: LogitDataset, index: int) -> PendingRows:
-    """Return stored sequence `index` with its rows, already resolved.
+    """Return stored sequence `index` with rows that have already arrived.
 
-    Raises Corrupt if its bytes are damaged; the message names the sequence and what to do.
+    Raises Corrupt if its bytes are damaged. The message names the sequence and the remedy.
     """
     entry, block = data.decoded(index)
     ids = np.frombuffer(entry.token_ids, "<i4").astype(np.int64)
@@ -183,6 +183,6 @@ def make_image_reading(reader: ImageReader, folder: str | None) -> ReadSequence:
 
 
 def stored_prompt(data: LogitDataset, index: int) -> Prompt:
-    """Return the tokens before the scored ones of stored sequence `index`, without an answer."""
+    """Return the unscored first tokens of stored sequence `index`, which are its prompt."""
     entry = data.entry(index)
     return Prompt(np.frombuffer(entry.token_ids, "<i4")[: entry.start].astype(np.int32), "")

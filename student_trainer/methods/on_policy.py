@@ -86,7 +86,7 @@ class OnPolicySteps:
         """Set up the steps.
 
         `held_out`: the held-out prompts of all processes; this process uses its share. `training`:
-        samples the rollouts of steps. `answers`: samples the held-out ones.
+        samples the rollouts of steps. `answers`: samples the held-out rollouts.
         """
         self._accelerator = accelerator
         self._prompts = prompts
@@ -166,10 +166,10 @@ def build(
 ) -> Method:
     """Build the method of an on-policy job. The module docstring lists the steps.
 
-    `prompts`: the training prompts and the held-out ones. `pair`: the tokenizers, if those of
-    teacher and student differ. `engine`: samples the rollouts; None: this process samples. The head
-    of a row is the student's top-k for reverse KL, unless the job chooses the teacher's, and the
-    teacher's top-k for forward KL.
+    `prompts`: the training prompts and the held-out prompts. `pair`: the tokenizers of teacher and
+    student, if they differ. `engine`: samples the rollouts; None: this process samples. For reverse
+    KL, the head of a row is the student's top-k, unless the job selects the teacher's. For forward
+    KL, the head is the teacher's top-k.
     """
     teachers, tokenizer = inputs.teachers, inputs.tokenizer
     objective: DistillationObjective | CrossTokenizerObjective

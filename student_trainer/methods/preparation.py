@@ -1,8 +1,9 @@
-"""What a method is prepared from, what it prepares, and the parts that several methods build.
+"""The inputs and results of `prepare`, and the parts that several methods build.
 
 Each method file (`on_policy.py`, `offline.py`, `rl.py`, `sft.py`) has two functions. `prepare`
 reads and checks the data of a job before any weight is loaded, so that wrong data fails fast.
-`build` returns the `Method` that the trainer (`loop/trainer.py`) runs; it does not know which one.
+`build` returns the `Method` that the trainer (`loop/trainer.py`) runs. The trainer does not depend
+on the type of method.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ Build: TypeAlias = Callable[[Accelerator, Replicated | Sharded, EngineConnection
 
 @dataclass(frozen=True)
 class Inputs:
-    """What every method is prepared from.
+    """The inputs of `prepare` for every method.
 
-    tokenizer: the student's. width: number of its logits. max_length: tokens that it can read; None
-    without a limit. teachers: by name; "" is the only teacher of a job without names. rewards: None
-    if the job has none.
+    tokenizer: the student's. width: number of the student's logits. max_length: maximum tokens of
+    the student; None without a limit. teachers: by name; "" is the only teacher of a job without
+    names. rewards: None if the job has none.
     """
 
     tokenizer: Any
@@ -76,10 +77,10 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Preparation:
-    """What a method has prepared.
+    """The result of `prepare`.
 
-    vocab_size: number of ids that teachers and student have in common. images: the reader of the
-    images in the job's prompts; None if they have none. store: the job learns its rows.
+    vocab_size: number of ids that teachers and student have in common. images: reader of the images
+    in the job's prompts; None without images. store: the store of rows that the job trains on.
     """
 
     vocab_size: int
@@ -104,7 +105,7 @@ def pair_tokenizers(
 
 
 def load_prompt_images(config: OnPolicyJob | RLJob) -> ImageReader | None:
-    """Return the reader of the images in the job's prompts; None if they have none."""
+    """Return the reader of the images in the job's prompts; None without images."""
     return load_image_reader(config.student) if config.prompt_format.image_column else None
 
 

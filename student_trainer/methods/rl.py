@@ -96,11 +96,11 @@ from student_trainer.teachers.source import NoTeacher, PendingRows, TeacherSourc
 
 @dataclass(frozen=True)
 class PendingRLSequence(PendingRows):
-    """A rollout whose rows may not be there yet, with its advantage and its weight.
+    """A rollout whose rows may not have arrived, with its advantage and its weight.
 
-    rows: of the first teacher source. other_rows: of the other sources. advantage: [] for the
-    full answer, or [learned], one for each learned token. is_included: False if the loss leaves the
-    answer out. weight: of the answer in the mean of an update. old_logprobs: as in RLSequence.
+    rows: of the first teacher source. other_rows: of the other sources. advantage: [] for the full
+    answer, or [learned], one for each learned token. is_included: False if the loss excludes the
+    answer. weight: of the answer in the mean of an update. old_logprobs: as in RLSequence.
     """
 
     other_rows: tuple[Future[RowBlock], ...]
@@ -111,7 +111,7 @@ class PendingRLSequence(PendingRows):
 
     @property
     def counts(self) -> float:
-        """The weight of the answer: the trainer divides the loss by the sum of these."""
+        """The weight of the answer. The trainer divides the loss by the sum of all weights."""
         return self.weight
 
     def wait(self) -> RLSequence:
@@ -132,8 +132,7 @@ class PendingRLSequence(PendingRows):
 class RLSteps:
     """Steps of groups of rollouts with rewards.
 
-    Each process samples whole groups, so that the advantages of a group need no rewards of other
-    processes.
+    Each process samples whole groups, so advantages need no rewards from other processes.
     """
 
     def __init__(
@@ -378,7 +377,7 @@ def build(
 
 
 def _sample_settings(config: RLJob) -> Samples | None:
-    """Return the settings of sampled held-out answers; None: one greedy answer per prompt."""
+    """Return the settings of sampled held-out answers; None for one greedy answer per prompt."""
     if not config.eval.temperature:
         return None
     # Negative, after those of `RLSteps.held_out`: a number fixes the random stream.

@@ -169,8 +169,9 @@ class OldPolicy:
     def __call__(self, updates: Sequence[Sequence[Rollout]]) -> list[list[Tensor]]:
         """Collective. Return log-probs [learned] float32 on the CPU for each rollout, in nats.
 
-        `updates`: the rollouts of each update. Each update has micro-batches of its own, as in the
-        trainer: other micro-batches would round differently. Call it outside `student.gathered()`.
+        `updates`: the rollouts of each update. Each update has its own micro-batches, as in
+        training, because other micro-batches would round differently. Call this outside
+        `student.gathered()`.
         """
         student = self._student
 

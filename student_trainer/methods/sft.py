@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the student learns the reference answers of the data; no teacher runs.
+"""Supervised fine-tuning: the student learns the reference answers of the data, without a teacher.
 
 One step, in order:
 
@@ -114,8 +114,8 @@ def build(
 ) -> Method:
     """Build the method of a fine-tuning job. The module docstring lists the steps.
 
-    `examples`: the training examples and the held-out ones, whose prompts are also used for exact
-    match if the job enables it.
+    `examples`: the training examples and the held-out examples. The prompts of the latter are also
+    used for exact match, if the job enables it.
     """
     training, held_out = examples
     objective = CrossEntropyObjective()

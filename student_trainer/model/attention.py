@@ -1,4 +1,4 @@
-"""Choose the attention of the student, and how sequences share the lines of a batch."""
+"""Selects the attention of the student, and the placement of sequences in the lines of a batch."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _FLASH = "flash_attention"  # the start of transformers' names
 def choose_attention(student: Student, copy: Student, settings: StudentConfig) -> None:
     """Set the attention and the layout of a student and of `copy`, and log both.
 
-    `copy`: the same student with other weights, or `student` itself. Call it on the training
-    device: the probe of the layout runs `student`.
+    `copy`: the same student with other weights, or `student` itself. Call this function on the
+    training device, because the probe of the layout runs `student`.
 
     `settings.attention` = "auto" is variable-length flash attention on a GPU, if the student
     computes in bfloat16, the package flash-attn is installed, and the model supports it; otherwise

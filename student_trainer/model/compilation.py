@@ -1,6 +1,6 @@
-"""Compile the decoder layers of the student with torch.compile, one layer at a time.
+"""Compiles the decoder layers of the student with torch.compile, one layer at a time.
 
-All layers share the compiled code. The layers, not the model: the loss stays as it is, and FSDP2
+All layers share the compiled code. Only layers are compiled: the loss is unchanged, and FSDP2
 gathers the weights of a layer outside of the compiled code.
 """
 
@@ -14,14 +14,14 @@ from student_trainer.model.student import Student
 
 
 def compile_layers(student: Student) -> None:
-    """Compile every layer of the student, in place; the first update compiles.
+    """Compile every layer of the student in place. Compilation runs in the first update.
 
-    Call it when the student is distributed and its attention is chosen. Lengths of sequences are
-    dynamic: new ones compile nothing again. Recomputed activations are part of the compiled code.
-    Sampling and scoring do not use it: their passes are in `gathered()`, and one token at a time
-    gains nothing.
+    Call this after the student is distributed and its attention is selected. Sequence lengths are
+    dynamic, so new lengths cause no recompilation. Recomputed activations are part of the compiled
+    code. Sampling and scoring are not compiled: their passes are in `gathered()`, and compilation
+    does not speed up single tokens.
 
-    Raises InvalidInput (`student.compile`) if the model has no layers of transformers, or if this
+    Raises InvalidInput (`student.compile`) if the model has no transformers layers, or if this
     machine cannot compile.
     """
     layers = [

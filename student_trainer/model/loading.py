@@ -64,12 +64,12 @@ _NOISE = ("drop", "jitter", "rescale_every")
 
 
 def recompute_activations(model: Any, policy: bool | int | str) -> None:
-    """Let the layers of a transformers model recompute their activations, in place.
+    """Enable activation recomputation in the layers of a transformers model, in place.
 
-    `policy`: the job's `student.gradient_checkpointing`. True: every layer recomputes all of them.
-    n >= 2: every n-th layer does. "selective": every layer keeps the outputs of matrix products and
-    of attention, and recomputes the rest (Korthikanti et al., arXiv 2205.05198). Gradients are the
-    same with every policy.
+    `policy`: the job's `student.gradient_checkpointing`. True: every layer recomputes all its
+    activations. n >= 2: every n-th layer does. "selective": every layer keeps the outputs of matrix
+    products and of attention, and recomputes the rest (Korthikanti et al., arXiv 2205.05198).
+    Gradients are the same with every policy.
     """
     if policy is False:
         return
@@ -90,14 +90,14 @@ def recompute_activations(model: Any, policy: bool | int | str) -> None:
 def load_config(student: StudentConfig) -> Any:
     """Return the configuration of the student's model.
 
-    Raises InvalidInput (`student.model`) if there is no usable model, or if it needs code of its
-    own.
+    Raises InvalidInput (`student.model`) if there is no usable model, or if the model needs custom
+    code.
     """
     return _load_pretrained(student, AutoConfig.from_pretrained)
 
 
 def local_directory(student: StudentConfig) -> Path:
-    """Return the directory of the student's model; that of a hub id is in the hub's cache."""
+    """Return the directory of the student's model. For a hub id, a directory in the hub's cache."""
     path = Path(student.model)
     if path.is_dir():
         return path
@@ -105,7 +105,7 @@ def local_directory(student: StudentConfig) -> Path:
 
 
 def require_trainable(student: StudentConfig) -> None:
-    """Raise InvalidInput if the student's weights are quantised: they cannot learn."""
+    """Raise InvalidInput if the student's weights are quantised and thus not trainable."""
     config = load_config(student)
     for part in (config, config.get_text_config()):
         if entry := getattr(part, "quantization_config", None):
@@ -115,7 +115,7 @@ def require_trainable(student: StudentConfig) -> None:
 def load_tokenizer(student: StudentConfig) -> Any:
     """Return the tokenizer of the student's model.
 
-    Raises InvalidInput as `load_config` does, also if it raises for a text.
+    Raises InvalidInput as `load_config` does, and if the tokenizer fails to encode a text.
     """
 
     def load(model: str, *, revision: str | None, **_: Any) -> Any:
@@ -139,7 +139,7 @@ def _read_chat_template(name: str) -> str:
 
 
 def load_generation_config(student: StudentConfig) -> Any:
-    """Return the generation config that a loaded student has: of its file, or of its config."""
+    """Return the generation config of a loaded student, from its own file or from config.json."""
     revision = None if Path(student.model).is_dir() else student.revision
     try:
         return GenerationConfig.from_pretrained(student.model, revision=revision)
@@ -176,7 +176,7 @@ def computes_in_bfloat16(student: StudentConfig) -> bool:
 
 
 def count_weights(student: StudentConfig) -> int:
-    """Return the number of weights of the student, without adapters; loads none of them."""
+    """Return the number of weights of the student, without adapters. Loads no weights."""
     with torch.device("meta"):
         config = load_config(student)
         model = _class_for(config, with_images=True).from_config(config)
@@ -190,21 +190,21 @@ def load_model(
     mapped: bool = False,
     images: ImageReader | None = None,
 ) -> Any:
-    """Return the model with the weights of a checkpoint, or with those that the job names.
+    """Return the model with the weights of a checkpoint, or with those of `student.model`.
 
     `directory`: the model directory of a checkpoint; None: load the weights of `student.model`. If
     the student has adapters, the checkpoint has only the adapters, and the frozen weights come from
     `student.model`. Weights are float32, except that the frozen weights of a student with adapters
-    have the dtype of the computation. Dropout and other noise is off.
+    have the compute dtype. Dropout and other noise is disabled.
 
-    `mapped`: leave float32 weights in the dtype of their files, mapped into memory, so that all
-    processes of a machine share it. `cast_weights` makes them float32.
+    `mapped`: keep float32 weights in the dtype of their files, mapped into memory, so that all
+    processes of a machine share them. `cast_weights` converts them to float32.
 
-    `images`: load a model of images and text, whose saved directories have the processor's
+    `images`: load a vision-language model, whose saved directories contain the processor's
     settings.
 
-    Raises InvalidInput if there is no usable model, or if the adapters of the checkpoint do not fit
-    `student.lora`.
+    Raises InvalidInput if there is no usable model, or if the adapters of the checkpoint do not
+    match `student.lora`.
     """
     weights_source = student
     if directory is not None and student.lora is None:
@@ -310,9 +310,9 @@ def _weight_files(model: str, *, revision: str | None, **_: Any) -> list[str]:
 
 
 def _restore_buffers(model: Any, config: Any) -> None:
-    """Give a mapped model the buffers and the dtype of a float32 model.
+    """Restore the buffers and the dtype of a float32 model in a mapped model.
 
-    Loading rounded the computed buffers, which are in no file, to the dtype of the file.
+    Loading has rounded the computed buffers, which are in no file, to the dtype of the file.
     """
     with init_empty_weights(include_buffers=False):
         float32_model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -327,9 +327,10 @@ def _restore_buffers(model: Any, config: Any) -> None:
 
 
 def _without_noise(config: Any) -> Any:
-    """Set what differs between training and evaluation to 0: dropout, jitter, RWKV's rescaling.
+    """Disable differences between training and evaluation: dropout, jitter, RWKV's rescaling.
 
-    With noise, the trained model differs from the sampling one, and a run is irreproducible.
+    With noise, the trained model would differ from the sampling model, and a run would be
+    irreproducible.
     """
     # A model of images and text has a configuration for each of the two.
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):

@@ -28,9 +28,9 @@ ADAPTER = "default"
 def add_adapters(model: Any, student: StudentConfig, *, with_images: bool = False) -> None:
     """Freeze the model and add an adapter to every linear layer that the logits depend on.
 
-    In place. The head gets none. The model keeps its class, its decoder, its head and its
-    `generate`. Adapters are float32. With `student.lora.train_head` the head is trained too, in
-    full. `with_images`: the parts of the model that read images are called too. Raises InvalidInput
+    Changes the model in place. The head gets no adapter. The model keeps its class, its decoder,
+    its head and its `generate`. Adapters are float32. With `student.lora.train_head` the head is
+    trained too, in full. `with_images`: also call the vision part of the model. Raises InvalidInput
     (`student.lora`) for a model without such layers, and for a mixture of experts stacked in one
     parameter, since `merge_adapters` could not merge such adapters.
     """
@@ -79,14 +79,15 @@ def add_adapters(model: Any, student: StudentConfig, *, with_images: bool = Fals
 
 
 def _modules_without_adapters(model: Any, with_images: bool) -> list[str] | None:
-    """Return the names of the linear modules whose adapters would not learn; None: no module.
+    """Return the names of the linear modules whose adapters would not be trained; None: no such
+    module.
 
-    An adapter learns where the model calls the module, and the logits depend on the result: not on
-    that of an indexer, which chooses keys. A subclass that computes something else, such as a
-    product in groups, has none; nor have modules that share a weight (Zamba): the export has the
-    weight once. State-space mixers (Mamba) pass the weights of all their modules but the input
-    projection to a fused kernel, if it is installed. Experts are called by some tokens only, and
-    count as called.
+    An adapter is trained if the model calls the module and the logits depend on the result. The
+    result of an indexer, which selects keys, does not count. These modules get no adapter:
+    subclasses with another computation, such as a product in groups; modules that share a weight
+    (Zamba), because the export has the weight once; and, in state-space mixers (Mamba), all modules
+    except the input projection, because a fused kernel, if installed, reads their weights directly.
+    Experts are called only for some tokens, and count as called.
     """
     text_modules = set(body_of(model).modules())
     names = {
@@ -190,7 +191,7 @@ def load_adapters(path: Path, model: nn.Module) -> None:
 
 
 def scale_adapters(path: Path, model: nn.Module) -> None:
-    """Scale the adapters of `model`, in place, as the adapter_config.json in `path` says."""
+    """Scale the adapters of `model`, in place, according to the adapter_config.json in `path`."""
     from peft.tuners.lora import LoraLayer
 
     adapter_config = json.loads((path / CONFIGURATION).read_text())
@@ -202,7 +203,7 @@ def scale_adapters(path: Path, model: nn.Module) -> None:
 def merge_adapters(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights of the plain model: each adapter is added to the weight of its layer.
 
-    `weights`: unsharded, by their names in `model`, all or those of some layers. The result is in
+    `weights`: unsharded weights by their names in `model`, of all or some layers. The result is
     float32.
     """
     from peft.tuners.lora import LoraLayer
@@ -228,5 +229,5 @@ def merge_adapters(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str,
 
 
 def adapter_key(name: str) -> str:
-    """Return the name that `peft` gives in its files to a trainable weight of the model."""
+    """Return the name of a trainable weight of the model in files of `peft`."""
     return "base_model.model." + name.replace(f".{ADAPTER}.", ".")

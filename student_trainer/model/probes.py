@@ -31,7 +31,7 @@ class LineStates(Protocol):
 def called_linear_modules(model: Any) -> Iterator[set[nn.Module]]:
     """Yield the set of the nn.Linear modules that forward passes inside the context call.
 
-    It leaves out modules whose weight is read without a call, and those of experts, which other
+    Excluded are modules whose weight is read without a call, and modules of experts, which other
     tokens may not call.
     """
     called: set[nn.Module] = set()
@@ -64,10 +64,10 @@ def find_logit_map(model: Any, vocab_size: int | None = None) -> LogitMap | None
     """Return the map from products of the head and the last states to the model's logits.
 
     `vocab_size`: of the returned map. Returns None if the head is not one linear layer, or if the
-    model does anything other than scale and cap its products, or scale its states.
+    model does anything except scaling and capping the products, or scaling the states.
 
-    The probe puts values in place of the output of the layer: a comparison of real logits would
-    miss a cap that only affects large ones.
+    The probe replaces the output of the layer by known values. A comparison of real logits would
+    miss a cap that only affects large values.
     """
     head = model.get_output_embeddings()
     # A subclass may do more than multiply by its weight: Dory's head has a factor for each id.
@@ -107,7 +107,7 @@ def find_logit_map(model: Any, vocab_size: int | None = None) -> LogitMap | None
 def uses_images(model: Any, reader: ImageReader) -> bool:
     """Return True if images, passed as the trainer passes them, change the last hidden states.
 
-    A model may need other inputs, or ignore these.
+    Returns False for models that need other image inputs or ignore images.
     """
     last_states = []
     for grey in (0, 255):
@@ -125,7 +125,7 @@ def uses_images(model: Any, reader: ImageReader) -> bool:
 
 
 def _find_ratio(scaled: Tensor, states: Tensor) -> float | None:
-    """Return the number > 0 that makes `states` equal to `scaled`; None if there is none."""
+    """Return the positive factor that maps `scaled` to `states`, or None."""
     if torch.equal(scaled, states):
         return 1.0
     if scaled.shape != states.shape:
@@ -144,12 +144,12 @@ def separates_packed_sequences(student: LineStates, *, lines: int = 2) -> bool:
     """Return True if packed sequences do not influence each other.
 
     Packed sequences share a line, and only their position ids, which restart at 0, separate them.
-    `lines`: number of lines of the batch, each with the same sequences; some kernels take another
-    path for a single line.
+    `lines`: number of lines of the batch, each with the same sequences; some kernels use another
+    implementation for a single line.
 
-    When the tokens of the first sequence change, no bit of the second one's hidden states may
-    change, and they must be close to those of the second sequence alone. Returns False for a model
-    that does not accept position ids.
+    If the tokens of the first sequence change, the hidden states of the second sequence must stay
+    bit-identical, and they must be close to those of the second sequence alone. Returns False for a
+    model that does not accept position ids.
     """
     length, vocab_size = 6, student.model.get_input_embeddings().num_embeddings
     device = student.model.device

@@ -30,13 +30,13 @@ log = logging.getLogger(__name__)
 class Student(nn.Module):
     """The module that DDP and FSDP wrap: the model, its head and the loss in one forward pass.
 
-    The head runs inside `forward` because only then does FSDP hold its full weights. `layout`: how
-    sequences share the lines of a batch; `choose_attention` (`attention.py`) sets it. `compiled`:
-    whether its layers are compiled; `compile_layers` (`compilation.py`) sets it. `bf16`: whether it
-    computes in bfloat16. `linear`: the linear modules that every forward pass calls. `vocab_size`:
-    number of ids that rows cover: the softmax is over their logits. `placeholder`: the token that
-    stands for an image; None: no batch has images. `equal_lengths`: whether only prompts of one
-    length are sampled together; the self-test (`run/self_test.py`) sets it.
+    The head runs inside `forward`, because FSDP gathers its full weights only there. `layout`:
+    placement of sequences in the lines of a batch, set by `choose_attention` (`attention.py`).
+    `compiled`: whether the layers are compiled, set by `compile_layers` (`compilation.py`). `bf16`:
+    whether the student computes in bfloat16. `linear`: the linear modules that every forward pass
+    calls. `vocab_size`: number of ids that rows cover; the softmax is over their logits.
+    `placeholder`: token id of an image; None: no batch has images. `equal_lengths`: whether only
+    prompts of equal length are sampled together, set by the self-test (`run/self_test.py`).
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Student(nn.Module):
         """Wrap `model`, a transformers causal LM, and probe it on a few tokens.
 
         `bf16`: compute in bfloat16; trainable weights stay float32, because bfloat16 would lose
-        small updates. `vocab_size`: leave out the logits of later ids, which are padding for the
+        small updates. `vocab_size`: exclude the logits of later ids, which are padding for the
         teacher; None: use all logits. `placeholder`: see the class.
         """
         super().__init__()
@@ -112,8 +112,8 @@ class Student(nn.Module):
         """Return (head ids [N, K] int64, Rows of N) without a gradient.
 
         `top_k`: use the `top_k` most likely ids of each row; None: use the head ids of the batch.
-        The rows have `sample_logprobs` if the batch has sample ids. `every_id`: count the logits of
-        the ids from `vocab_size` on too.
+        The rows have `sample_logprobs` if the batch has sample ids. `every_id`: also include the
+        logits of ids of `vocab_size` and above.
         """
         ids = batch.head_ids
         if self._logit_map is None:
@@ -160,7 +160,7 @@ class Student(nn.Module):
     def _compute_head_inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return hidden states [N, H], weight [V, H] and bias [V] or None of the linear head.
 
-        V counts all ids, also those from `vocab_size` on.
+        V counts all ids, including those of `vocab_size` and above.
         """
         head = self.model.get_output_embeddings()
         body = body_of(self.model) if self.placeholder is None else self.model.base_model
@@ -216,8 +216,8 @@ def hollow_copy(student: Student) -> Student:
 def _zero_with_gradients(body: nn.Module) -> Tensor | float:
     """Return 0, with a gradient of 0 for each trainable weight.
 
-    A batch without images does not use the weights of the vision part, but DDP waits for the
-    gradients of all weights.
+    DDP waits for the gradients of all weights, but a batch without images does not use the vision
+    part.
     """
     weights = [weight.flatten()[0] for weight in body.parameters() if weight.requires_grad]
     return torch.stack(weights).sum() * 0 if weights and torch.is_grad_enabled() else 0.0

@@ -34,8 +34,8 @@ class DistillationObjective:
     """The objective to minimise: KL + cross_entropy * (-log p of the stored token), in nats.
 
     Both terms are per token. direction, tail: as in `topk_kl`. temperature: of the student's
-    distribution. cross_entropy: its weight; the term applies to stored sequences only. teachers:
-    the teacher names of the job, each of which gets a KL metric of its own.
+    distribution. cross_entropy: weight of the second term, which applies only to stored sequences.
+    teachers: the teacher names of the job, each with a separate KL metric.
     """
 
     direction: Direction
@@ -125,7 +125,7 @@ def batch_metrics(
 ) -> dict[str, Tensor]:
     """Return (sum, number) of each metric over the tokens of a batch.
 
-    All batches have the same names. `kl/teacher` is an unbiased estimate of the KL, whatever the
+    The names are the same for all batches. `kl/teacher` is an unbiased estimate of the KL for every
     tail mode of the loss. Rows without samples count in `kl/teacher_bound` instead, a lower bound.
     `kl/teacher/NAME`, for each of the objective's `teachers`, covers the tokens that this teacher
     scored. KLs are in nats. No gradient.
@@ -169,8 +169,8 @@ def measured_kl(
 def gradient_noise(batch: Batch, rows: Rows, teacher: Rows, kl: Tensor) -> Tensor:
     """Return (variance, squared norm) [2] of the gradients of a batch, summed over its tokens.
 
-    See `draw_noise`; `kl` [n]: as measured from the draws. (0, 0) if a row has less than 2 draws,
-    and if the gradient is only the rounding error of two equal policies.
+    See `draw_noise`. `kl` [n]: the KL, measured with the draws. (0, 0) if rows have fewer than 2
+    draws, or if the gradient is only a rounding error of two equal policies.
     """
     ids, draws = batch.sample_ids, batch.draw_logprobs
     if ids is None or draws is None or draws.shape[1] < 2:

@@ -62,10 +62,10 @@ class KLTerm:
 class RLSequence(ScoredSequence):
     """A rollout with its rows and its advantage.
 
-    rows: of the first KL term. other_rows: of the other terms, in order. advantage: [] for the
-    full answer, or [learned], one per learned token. is_included: False if the loss leaves the
-    answer out. old_logprobs [learned]: log-probs of the tokens under p_old, in nats; None in the
-    first update of a step, where p_old is the student itself.
+    rows: of the first KL term. other_rows: of the other terms, in order. advantage: [] for the full
+    answer, or [learned], one per learned token. is_included: False if the loss excludes the answer.
+    old_logprobs [learned]: log-probs of the tokens under p_old, in nats; None in the first update
+    of a step, where p_old is the student itself.
     """
 
     other_rows: tuple[RowBlock, ...]

@@ -1,1 +1,1 @@
-"""Sharding, collectives and the launcher."""
+"""Sharding of the student, collectives, and the launcher of processes."""

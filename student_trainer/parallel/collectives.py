@@ -35,9 +35,9 @@ _TOKENS_PER_SECOND = 50.0
 def select_interface() -> None:
     """Have gloo use the network interface that leads to the first process's machine.
 
-    By default gloo announces the address to which this machine's own name resolves, often the
-    loopback (/etc/hosts of Debian), which no other machine reaches. Does nothing for processes of
-    one machine, and if $GLOO_SOCKET_IFNAME is set. Call it before the process group is formed.
+    By default, gloo announces the address of this machine's host name. This is often the loopback
+    address (/etc/hosts of Debian), which other machines cannot reach. Does nothing for processes of
+    one machine, and if $GLOO_SOCKET_IFNAME is set. Call this before the process group is formed.
     """
     environment = os.environ
     if _GLOO_INTERFACE in environment or "MASTER_ADDR" not in environment:
@@ -67,8 +67,8 @@ def make_accelerator(limit: timedelta, *, cpu_offload: bool = False) -> Accelera
 
     Its collectives fail after `limit`. Products of float32 matrices may use TF32 on a GPU.
 
-    `cpu_offload`: collectives take tensors in host memory too, and a process without a launcher is
-    a group of one, which FSDP2 needs.
+    `cpu_offload`: collectives also accept tensors in host memory, and a process without a launcher
+    forms a group of one, which FSDP2 needs.
     """
     torch.backends.cuda.matmul.allow_tf32 = True
     select_interface()
@@ -94,7 +94,7 @@ def max_over_ranks(accelerator: Accelerator, number: int) -> int:
 def raise_on_all_ranks(accelerator: Accelerator, work: Callable[[], Shared]) -> Shared:
     """Collective. Run `work` and return its result; an error on any rank is raised on all ranks.
 
-    Thus no rank leaves others waiting in a later collective. A rank whose own `work` raised a
+    No rank therefore waits forever in a later collective. A rank whose own `work` raised a
     DistillError raises that error. Every other rank raises the error of the lowest such rank, its
     texts cut to 4096 bytes in all. `work` must catch or convert other exceptions: they are not
     shared.

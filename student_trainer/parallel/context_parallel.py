@@ -1,13 +1,14 @@
-"""Context parallelism: the tokens of each sequence, divided over a group of processes.
+"""Context parallelism: a group of processes divides the tokens of each sequence.
 
 Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509). Between the first layer and the loss, process
-r of N has the tokens r, r + N, r + 2N, ... of each line, and every module except attention reads
-each token alone. For attention, an exchange among the processes gives each process all tokens and a
-share of the heads; a second exchange returns the outputs. So any attention of transformers runs
-unchanged, with the mask and the positions of full lines. Because neighbouring tokens are in
-different processes, all processes have equally many tokens of an answer, and rows of the loss.
+r of N has the tokens r, r + N, r + 2N, ... of each line, and every module except attention
+processes each token separately. For attention, an exchange gives each process all tokens and a
+share of the heads. A second exchange returns the outputs. Any attention of transformers therefore
+runs unchanged, with the mask and the positions of full lines. Neighbouring tokens are in different
+processes, so all processes have equally many tokens of an answer, and equally many rows of the
+loss.
 
-Embeddings, masks and rotations are computed in full in every process.
+Every process computes embeddings, masks and rotations in full.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class ContextGroup:
         self.rank = torch.distributed.get_rank(group)
 
     def divide(self, model: Any) -> None:
-        """Let the layers of `model` read this process's tokens, in place.
+        """Change `model` in place, such that its layers process only this process's tokens.
 
         The model's forward pass is then collective in the group, takes full lines, whose length
         must be a multiple of `size`, and returns the states or logits of this process's tokens.
@@ -208,7 +209,7 @@ class ContextGroup:
         return values[:, self.rank :: self.size]
 
     def _divide_attention(self, module: Any) -> None:
-        """Let an attention module of transformers run on a share of the heads."""
+        """Change an attention module of transformers such that it computes a share of the heads."""
         inner, repeats = copy.copy(module), 1
         if (heads_per_group := getattr(module, "num_key_value_groups", 1)) > 1:
             kv_heads = module.config.get_text_config().num_key_value_heads
@@ -223,7 +224,7 @@ class ContextGroup:
 class _Attention:
     """The original attention module, `inner`, of a module that `ContextGroup` has divided.
 
-    repeats: how often each head of keys and values is repeated, so that all processes get equally
+    repeats: number of repetitions of each key and value head, so that all processes get equally
     many heads. was_called: whether a forward pass has called it.
     """
 

@@ -1,7 +1,7 @@
-"""Forward passes of the student without a gradient, in which all processes take part.
+"""Collective forward passes of the student without a gradient.
 
-A sharded student gathers its weights layer by layer in these passes, so that a process never needs
-memory for all weights. The arithmetic is the same as in training.
+A sharded student gathers its weights layer by layer in these passes, so no process needs memory for
+all weights. The arithmetic is the same as in training.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def run_passes(
 ) -> list[Computed]:
     """Collective. Return `compute(batch)` for the batch of each group of this process.
 
-    `groups`: may be empty. `batch_of`: makes the batch of a group, just before it is needed.
-    `compute`: calls `forward`, `rows` or `states` of `student`, equally often in every process.
-    With a sharded student it also runs for batches of other processes, and for batches without
-    rows. Call `run_passes` outside `student.gathered()`.
+    `groups`: may be empty. `batch_of`: builds the batch of a group just before its pass. `compute`:
+    calls `forward`, `rows` or `states` of `student`, equally often in every process. With a sharded
+    student, `compute` also runs for batches of other processes, and for batches without rows. Call
+    `run_passes` outside `student.gathered()`.
     """
     results = []
     with student.passes():

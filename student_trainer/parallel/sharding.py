@@ -50,9 +50,9 @@ Group = TypeVar("Group")
 class Replicated:
     """Every process has all weights and their optimizer state: DDP, or a single process.
 
-    trained: the Student that is trained. full: the Student to use inside `gathered()`; the
-    same one here. device: of this process. gradient_ranks: number of processes that gradients are
-    averaged over.
+    trained: the Student that is trained. full: the Student to use inside `gathered()`, here the
+    same object. device: of this process. gradient_ranks: number of processes over which gradients
+    are averaged.
     """
 
     def __init__(self, accelerator: Accelerator, student: Student) -> None:
@@ -87,7 +87,7 @@ class Replicated:
     def shared_batches(
         self, groups: Sequence[Group], batch_of: Callable[[Group], AnyBatch]
     ) -> Iterator[AnyBatch]:
-        """Yield the batch of each group: these passes are not collective."""
+        """Yield the batch of each group. These passes are not collective."""
         return map(batch_of, groups)
 
     def synchronized(self, is_last: bool) -> Any:
@@ -118,7 +118,7 @@ class Replicated:
         return True
 
     def choose_attention(self, settings: StudentConfig) -> None:
-        """Choose the attention of the student, and how sequences share lines.
+        """Select the attention of the student, and the placement of sequences in lines.
 
         Raises InvalidInput (`student.attention`).
         """
@@ -126,9 +126,10 @@ class Replicated:
             choose_attention(self.trained, self.full, settings)
 
     def batches_of_group(self, batch: AnyBatch) -> Sequence[tuple[AnyBatch, bool]]:
-        """Collective. Return the batches to learn from now, each with whether it is this process's.
+        """Collective. Return the batches of the group, each with whether it belongs to this
+        process.
 
-        Returns only `batch`: there are no groups of processes.
+        Without groups of processes, returns only `batch`.
         """
         return [(batch, True)]
 
@@ -136,8 +137,8 @@ class Replicated:
 class Sharded:
     """Every process has a shard of each weight, gradient and optimizer state (FSDP2), in float32.
 
-    With `cpu_offload` the shards lie in host memory: those of a layer are copied to the device for
-    its part of a pass, and their gradients are copied back.
+    With `cpu_offload`, shards are in host memory. The shards of a layer are copied to the device
+    when a pass needs them, and their gradients are copied back.
 
     Training computes the same as with Replicated. The weights of a layer are gathered for its
     forward and its backward pass; the weights of its linear modules are gathered in bfloat16 if the
@@ -145,12 +146,12 @@ class Sharded:
     a process holds its shard of the gradients and the full gradients of one layer at most.
     `docs/training.md` gives the memory of a process.
 
-    Sampling runs every layer once per token, so `gathered()` instead gathers all weights once, into
-    `full`: a copy of the Student that is empty outside and has no collectives.
+    Sampling runs every layer once per token. `gathered()` therefore gathers all weights once, into
+    `full`: a copy of the Student without collectives, which is empty outside of the context.
 
-    With tensor or context parallelism the processes of a group learn together from the batches of
-    each process in turn (`batches_of_group`). Everything else, including sampling, each process
-    does for its own sequences, so that other parts of a job do not depend on groups.
+    With tensor or context parallelism, the processes of a group compute gradients together, for the
+    batches of each process in turn (`batches_of_group`). In all other work, including sampling,
+    each process handles its own sequences, so other parts of a job do not depend on groups.
 
     context: the group of this process with context parallelism, otherwise None.
     """
@@ -164,9 +165,9 @@ class Sharded:
         *,
         cpu_offload: bool = False,
     ) -> None:
-        """Take this process's share of the student's weights, which may be mapped.
+        """Load this process's shard of the student's weights, which may be mapped.
 
-        Weights move to the device layer by layer, and only the shares are cast to float32.
+        Weights move to the device layer by layer, and only the shards are cast to float32.
         `tensor_parallel`, `context_parallel`: processes of a group; 1: no groups. At least one of
         the two is 1. Raises InvalidInput (`train.tensor_parallel`) for a student that cannot be
         divided.
@@ -268,7 +269,7 @@ class Sharded:
     ) -> Iterator[AnyBatch]:
         """Collective. Yield the batch of each group, then batches without rows.
 
-        Every process gets as many batches as the one with the most groups.
+        Every process gets as many batches as the process with the most groups.
         """
         max_batches = max_over_ranks(self._accelerator, len(groups))
         spare = batch_of(groups[-1]).without_rows() if groups else None
@@ -293,8 +294,8 @@ class Sharded:
     def gathered(self) -> Iterator[None]:
         """Collective. Inside the context `full` holds the full weights; see Replicated.
 
-        Every process must enter it. Each process then needs memory for all weights: linear modules
-        in the dtype of the computation, all others in float32.
+        Every process must enter the context. Each process then needs memory for all weights: linear
+        modules in the compute dtype, all others in float32.
         """
         shares = dict(self.trained.named_parameters())
         copies = dict(self.full.named_parameters())
@@ -323,7 +324,7 @@ class Sharded:
     def average_in_group(self, gradients: Iterable[Tensor]) -> None:
         """Collective. Average the gradients of the weights that a group does not divide, in place.
 
-        The gradients differ only if a kernel of the device adds in no fixed order; the average then
+        The gradients only differ if a kernel of the device adds in no fixed order. The average then
         keeps the copies of a weight equal.
         """
         if self._tensor_group is None:
@@ -334,7 +335,7 @@ class Sharded:
                 local(gradient).div_(self._tensor_group.size())
 
     def choose_attention(self, settings: StudentConfig) -> None:
-        """Collective. Choose the attention of the student, and how sequences share lines.
+        """Collective. Select the attention of the student, and the placement of sequences in lines.
 
         With context parallelism, also check that a group can divide the student's tokens. Raises
         InvalidInput (`student.attention`, `train.context_parallel`).
@@ -349,9 +350,10 @@ class Sharded:
         cast(FSDPModule, self.trained).reshard()  # FSDP2 keeps the gathered embeddings
 
     def batches_of_group(self, batch: AnyBatch) -> Sequence[tuple[AnyBatch, bool]]:
-        """Collective. Return the batches of all processes of the group, the same in all of them.
+        """Collective. Return the batches of all processes of the group; equal results in all of
+        them.
 
-        They are in the order of the ranks, each with whether it is `batch`.
+        The batches are in the order of the ranks, each with whether it is `batch`.
         """
         group = self.context.group if self.context is not None else None
         if self._tensor_group is not None:
@@ -388,7 +390,7 @@ def distribute(
 
 
 def _mesh_of_groups(accelerator: Accelerator, size: int, name: str) -> DeviceMesh:
-    """Collective. Return a mesh whose rows are groups of `size` processes, neighbours by rank."""
+    """Collective. Return a mesh whose rows are groups of `size` processes with adjacent ranks."""
     shape = (accelerator.num_processes // size, size)
     return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("data", name))
 

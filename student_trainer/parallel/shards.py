@@ -15,7 +15,7 @@ _CPU = torch.device("cpu")
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor of a sharded one. Collective if `tensor` is sharded.
 
-    A tensor that is not sharded is returned as it is.
+    A tensor that is not sharded is returned unchanged.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -25,7 +25,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the shard of `tensor` that this process has, not a copy."""
+    """Return this process's shard of `tensor`, not a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -86,9 +86,9 @@ def tensor_with_shard(shard: Tensor, like: Tensor) -> Tensor:
 
 
 def tensor_with_rows(rows: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor sharded by rows as `like` is, whose local rows are `rows`.
+    """Return a tensor with the local rows `rows`, sharded by rows like `like`.
 
-    It has as many rows as `like`; the shape of a row may differ.
+    The tensor has as many rows as `like`. The shape of a row may differ.
     """
     rows = rows.to(like.device)
     if not isinstance(like, DTensor):

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the linear modules of a layer, divided over a group of processes.
+"""Tensor parallelism: a group of processes divides the linear modules of each layer.
 
 Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3. A module that reads the residual stream
 is divided by outputs (`colwise`): each process has some heads of attention, and some units of the
@@ -6,9 +6,9 @@ MLP. The module that reads these outputs is divided by inputs (`rowwise`), and i
 summed over the group. Attention and MLP thus need one all-reduce each, in the forward and in the
 backward pass.
 
-The plan of the model in transformers (`model.tp_plan`) says how each module is divided. Modules
-outside the layers (embeddings and head) are not divided, whatever the plan says; every process of
-a group computes them in full, like the norms of a layer.
+The model's plan in transformers (`model.tp_plan`) defines the division of each module. Modules
+outside the layers (embeddings and head) are never divided. Every process of a group computes them
+in full, like the norms of a layer.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _NORMS = "replicated_with_grad_allreduce"
 
 
 def check_divisible(student: StudentConfig, size: int) -> None:
-    """Check that a group of `size` processes can share the job's student; loads no weights.
+    """Check that a group of `size` processes can divide the job's student. Loads no weights.
 
     Raises InvalidInput (`train.tensor_parallel`).
     """
@@ -97,7 +97,7 @@ def parallel_styles(model: Any) -> dict[nn.Module, ParallelStyle]:
 def divide(layer: nn.Module, styles: Mapping[nn.Module, ParallelStyle], mesh: DeviceMesh) -> None:
     """Divide the modules of a layer over the processes of `mesh`, in place.
 
-    Each process keeps its part of the weights it already has; nothing is sent.
+    Each process keeps its part of the weights it already has, without communication.
     """
     for module in list(layer.modules()):
         if module in styles:
@@ -109,8 +109,8 @@ def divide(layer: nn.Module, styles: Mapping[nn.Module, ParallelStyle], mesh: De
 def _copy_output(_: nn.Module, inputs: object, output: Tensor) -> Tensor:
     """Return a copy of the output. A forward hook.
 
-    The output is a view. FSDP2 registers its hook for the backward pass on it, and an in-place
-    operation on a view would drop that hook.
+    The output is a view. FSDP2 registers its backward hook on the output, and an in-place operation
+    on a view would drop this hook.
     """
     return output.clone()
 

@@ -1,4 +1,4 @@
-"""Rewards: scores for answers. `make_rewards` builds the `Rewards` of a job. Imports no torch.
+"""Rewards: scores for answers. `make_rewards` builds the `Rewards` of a job. Without torch.
 
 Rewards that only match text run in this process. Every other reward runs in child processes
 (`judge.py`), because a user's function, a regular expression or computer algebra may hang or crash.
@@ -28,10 +28,10 @@ _MAX_JUDGES = 8
 
 
 class Rewards:
-    """Scores answers, several at once. A context manager; leaving it ends the child processes."""
+    """Scores several answers at once. A context manager; its end stops the child processes."""
 
     def __init__(self, config: RewardConfig, judges: int) -> None:
-        """Start one child process, to check the reward. `judges`: most processes.
+        """Start one child process, to check the reward. `judges`: maximum number of processes.
 
         Raises InvalidInput if a package, a task or the user's file cannot be used.
         """
@@ -108,10 +108,10 @@ class _Fault(str):
 
 
 def make_rewards(config: RewardConfig, *, processes: int = 1) -> Rewards:
-    """Build the rewards of a job, with at most one child process for each core, and at most 8.
+    """Build the rewards of a job, with at most one child process per core, and at most 8.
 
-    `processes`: the number of trainers that share the cores. Raises InvalidInput if a package, a
-    task or the user's file cannot be used.
+    `processes`: the number of trainer processes that share the cores. Raises InvalidInput if a
+    package, a task or the user's file cannot be used.
     """
     cores = len(os.sched_getaffinity(0)) // processes
     return Rewards(config, min(max(cores, 1), _MAX_JUDGES))
@@ -120,7 +120,7 @@ def make_rewards(config: RewardConfig, *, processes: int = 1) -> Rewards:
 def length_penalty(tokens: int, length: LengthPenalty) -> float:
     """Return the penalty of an answer of `tokens` tokens (DAPO, arXiv 2503.14476, eq. 13).
 
-    0 up to `free_tokens`, `weight` from `max_tokens` on, linear between.
+    The penalty is 0 up to `free_tokens`, `weight` from `max_tokens` on, and linear in between.
     """
     overlong_share = (tokens - length.free_tokens) / (length.max_tokens - length.free_tokens)
     return length.weight * min(max(overlong_share, 0.0), 1.0)

@@ -1,7 +1,8 @@
 """python -m student_trainer.rewards FD: the program of the child process of `judge.py`.
 
-FD is the file descriptor of a socket. The program reads one JSON line per request and answers with
-one JSON line, with the number of the request: first the configuration, then answers to score.
+FD is the file descriptor of a socket. The program reads one JSON line per request, first the
+configuration, then answers to score. It replies with one JSON line, which has the number of the
+request.
 """
 
 from __future__ import annotations

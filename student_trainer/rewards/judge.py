@@ -1,9 +1,9 @@
-"""A child process that scores answers, one at a time, and is killed if one takes too long.
+"""A child process that scores answers one at a time, and is killed if an answer takes too long.
 
 Scoring runs code that may hang or crash: a user's function, a regular expression with catastrophic
-backtracking, algebra on the text of a model. In a process of its own it cannot affect the trainer.
-Trainer and child exchange JSON lines over a socket, so that text which the code prints does not
-disturb them. Requests are numbered, and a reply has the number of its request. Imports no torch.
+backtracking, algebra on the text of a model. In a separate process, this code cannot affect the
+trainer. Trainer and child exchange JSON lines over a socket, so text printed by the code does not
+disturb them. A reply has the number of its request. Does not import torch.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ SECONDS_TO_START = 120.0  # a user's file may import anything
 
 
 class ScoringFailed(Exception):
-    """An answer got no reward. The message is the reason, as a clause."""
+    """An answer has no reward. The message is the reason, as a clause."""
 
 
 class Judge:
-    """Owns one child process, which starts at the first request, and again after it was killed.
+    """Owns a child process, which starts at the first request, and again after a kill.
 
     Not thread-safe: one request at a time.
     """

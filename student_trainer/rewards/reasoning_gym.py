@@ -1,8 +1,8 @@
 """Tasks of reasoning-gym: generated prompts, scored by the task's own scorer.
 
-A question is identified by two numbers, (seed, index), and generated again wherever it is needed.
-Held-out questions have the first indices. Training uses indices from 2**20 on, and skips a question
-whose text is that of a held-out one. Imports no torch.
+Two numbers (seed, index) identify a question, and regenerate it when needed. Held-out questions
+have the first indices. Training uses indices from 2**20 on, and skips questions whose text equals
+that of a held-out question. Does not import torch.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class TaskQuestions:
     ) -> None:
         """Generate the `held_out` questions.
 
-        `fits`: returns whether the text of a question may be used. Raises InvalidInput if the task
-        does not have that many different questions that fit.
+        `fits`: returns whether the text of a question is usable. Raises InvalidInput if the task
+        has too few different usable questions.
         """
         self._task = task
         self._seed = seed

@@ -52,7 +52,7 @@ class Scores:
 def conclusion(text: str) -> str:
     """Return the text after the last '####' up to the end of its line.
 
-    '####' is GSM8K's mark of the final answer; without it, returns the full text. Keeps commas,
+    '####' marks the final answer in GSM8K. Without this mark, returns the full text. Keeps commas,
     unlike `final_answer`.
     """
     _, mark, after = text.rpartition(MARK)
@@ -71,7 +71,7 @@ def missing_package(package: str, kind: str, extra: str = "rl") -> InvalidInput:
 def final_answer(text: str) -> str:
     """Return the `conclusion` of a text without commas.
 
-    A number loses a dollar sign before it and a full stop after it.
+    A dollar sign before a number and a full stop after a number are removed.
     """
     bare = conclusion(text).replace(",", "")
     number = _PRICE.fullmatch(bare)

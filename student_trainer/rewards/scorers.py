@@ -41,7 +41,7 @@ def make_scorer(config: RewardConfig) -> RewardScorer:
     """Return the scorer of a reward's configuration.
 
     Raises InvalidInput if a package is not installed, a task does not exist, or the user's file
-    cannot be used. The check of a job file cannot find these.
+    cannot be used. The check of a job file cannot detect these errors.
     """
     match config.type:
         case "exact_match":

@@ -1,4 +1,4 @@
-"""The rollout engine of a job: connected once per attempt, used by the methods that sample."""
+"""The rollout engine of a job: one connection per attempt, shared by the methods that sample."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ and half of it is 72. Once upon a time there was a small house at the edge of a 
 class EngineConnection:
     """The rollout services of a job, and the versions of the weights that they load.
 
-    lag: steps that sampling may be ahead. sleeps: the services free their GPUs' memory while the
-    trainer learns. end_ids: the tokens that end a sequence.
+    lag: maximum age of the sampling weights, in steps. sleeps: the services free their GPU memory
+    while the trainer learns. end_ids: the tokens that end a sequence.
     """
 
     client: EngineClient
@@ -69,7 +69,7 @@ class EngineConnection:
     def rollouts_ahead(
         self, config: AnyTraining, teacher: TeacherSource, rollouts: EngineRollouts
     ) -> RolloutsAhead:
-        """Return the training rollouts of a job, which `teacher` scores."""
+        """Return the training rollouts of a job. `teacher` scores them."""
         return RolloutsAhead(
             self.accelerator,
             self.client,
@@ -120,10 +120,10 @@ def connect_engine(
     attempt: int,
     tokenizer: Any,
 ) -> EngineConnection | None:
-    """Collective. Connect every process to the services of the job; None if it has none.
+    """Collective. Connect every process to the services of the job; None if the job has none.
 
-    Waits until the services that the job has started are ready. Raises the error of a service that
-    does not start, or that does not fit the student, on all ranks.
+    Waits until the services that the job has started are ready. If a service does not start or does
+    not match the student, raises its error on all ranks.
     """
     rollouts = config.rollout_engine
     if service is None or rollouts is None:
@@ -173,7 +173,7 @@ def connect_engine(
 def _check_services(
     client: EngineClient, config: AnyTraining, engine: str, vocab_size: int
 ) -> RolloutServiceInfo:
-    """Return the common properties of the services. Raises WrongState if they do not fit the job.
+    """Return the common properties of the services. Raises WrongState if they do not match the job.
 
     `vocab_size`: number of the student's logits.
     """
@@ -194,7 +194,7 @@ def _check_services(
 
 
 def _probe_ids(tokenizer: Any, vocab_size: int) -> Tensor:
-    """Return token ids [n, T] int64 of a probe: those of a text, filled up with the first ids."""
+    """Return the token ids [n, T] int64 of a probe: those of a text, padded with the first ids."""
     token_count = _PROBE_SEQUENCES * _PROBE_TOKENS
     text = tokenizer(_PROBE_TEXT, add_special_tokens=False).input_ids
     ids = [*text, *range(min(vocab_size, token_count))][:token_count]

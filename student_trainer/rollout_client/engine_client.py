@@ -1,4 +1,4 @@
-"""`EngineClient`: sends orders to rollout services, and survives their restarts."""
+"""`EngineClient`: sends orders to rollout services, and survives restarts of the services."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ class RolloutServiceInfo:
 
 
 class EngineClient:
-    """Orders sequences from one or several rollout services (replicas); thread-safe.
+    """Requests sequences from one or several rollout services (replicas). Thread-safe.
 
     The sequences of an order are divided into contiguous parts, one for each replica. The division
     depends only on the number of sequences, the number of addresses and `rank`. If a replica is
-    lost, its whole part is sampled again, by another replica or by the same one after it returns:
-    the hf engine then samples bit-identical sequences. A sequence is delivered once.
+    lost, its whole part is sampled again, by another replica or by the same replica when it
+    returns. The hf engine then samples bit-identical sequences. Each sequence is delivered once.
 
-    An order fails with Unavailable, field `rollouts.address`, if one of its parts has waited for
-    `patience_seconds` while no replica had accepted it: an accepted part may take any time, as long
-    as the connection lives. Replicas that answer Overloaded are retried without limit.
+    An order fails with Unavailable, field `rollouts.address`, if no replica accepts one of its
+    parts for `patience_seconds`. An accepted part may take any time, as long as the connection
+    lives. Replicas that return Overloaded are retried without limit.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class EngineClient:
         rank: int = 0,
         patience_seconds: float = 60.0,
     ) -> None:
-        """Open the channels, which connect on first use.
+        """Create the channels. They connect on first use.
 
-        `rank`: rank of this trainer process. The first part of an order goes to the replica
-        `rank` modulo the number of replicas. Raises InvalidInput if there is no address, or if one
+        `rank`: rank of this trainer process. The first part of an order goes to the replica `rank`
+        modulo the number of replicas. Raises InvalidInput if there is no address, or if an address
         cannot be used.
         """
         if not addresses:
@@ -92,12 +92,12 @@ class EngineClient:
         self.close()
 
     def info(self, vocab_size: int | None = None) -> RolloutServiceInfo:
-        """Return the properties that all replicas share; log replicas that do not answer in 5 s.
+        """Return the common properties of all replicas. Log replicas that do not answer within 5 s.
 
-        `vocab_size`: of the student. Raises WrongState if two replicas differ, or if a replica has
-        another vocabulary than the student or another protocol than this program; Unavailable if no
-        replica answers; InvalidInput if a server is not a rollout service; Unauthenticated or
-        Forbidden if a token is refused.
+        `vocab_size`: of the student. Raises WrongState if two replicas differ, or if the vocabulary
+        of a replica differs from the student's, or its protocol from that of this program;
+        Unavailable if no replica answers; InvalidInput if a server is not a rollout service;
+        Unauthenticated or Forbidden if a token is refused.
         """
         infos: dict[Replica, RolloutServiceInfo] = {}
         # Call all at the same time, so that two absent replicas take 5 s and not 10.
@@ -140,7 +140,7 @@ class EngineClient:
         return info
 
     def sample(self, order: Order) -> Sampling:
-        """Send an order; return its sequences as an iterator, which fills in the background.
+        """Send an order. Return an iterator of its sequences, which arrive in the background.
 
         Blocks until each part runs or is queued at a replica. Raises the error of a part that fails
         before that; the iterator raises later errors.
@@ -168,10 +168,11 @@ class EngineClient:
         return sampling
 
     def sleep(self) -> None:
-        """Free the memory of the services' GPUs until the next order; wait until it is free.
+        """Free the GPU memory of the services until the next order. Returns when the memory is
+        free.
 
-        A service with an order of another client does not sleep. An absent service is only logged,
-        because it starts asleep. Raises WrongState if a service does not support sleeping.
+        A service with an order of another client does not sleep. An unreachable service is only
+        logged, because it starts asleep. Raises WrongState if a service does not support sleeping.
         """
         for replica, call in [(replica, replica.sleep()) for replica in self._replicas]:
             try:
@@ -184,7 +185,7 @@ class EngineClient:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the client sends no more orders, after `close` or `fail`."""
+        """Whether the client has stopped sending orders, after `close` or `fail`."""
         return self._closed is not None
 
     def fail(self, error: DistillError) -> None:
@@ -196,7 +197,7 @@ class EngineClient:
             sampling.fail(error)
 
     def close(self) -> None:
-        """Cancel all orders, join their threads and close the channels. Safe to call twice."""
+        """Cancel all orders, join their threads and close the channels. May be called twice."""
         closed_error = Unavailable("the client of the rollout service is closed")
         with self._lock:
             self._closed = self._closed or closed_error
@@ -226,7 +227,8 @@ class EngineClient:
 
 
 class Sampling:
-    """Iterator over the sequences of one order: (index in the order, tokens), as they finish.
+    """Iterator over the sequences of one order: (index in the order, tokens), in order of
+    completion.
 
     Iterate once, in one thread. An error ends the iteration; `close` cancels the unfinished parts
     of the order at the replicas.
@@ -286,12 +288,12 @@ class Sampling:
         raise StopIteration
 
     def fail(self, error: DistillError) -> None:
-        """Cancel what is unfinished; the iteration raises `error`. Does not wait."""
+        """Cancel unfinished parts. The iteration then raises `error`. Does not wait."""
         for part in self._parts:
             part.cancel(error)
 
     def close(self) -> None:
-        """Cancel what is unfinished, and join the threads; safe to call twice, and in any thread.
+        """Cancel unfinished parts, and join the threads. May be called twice, and in any thread.
 
         A later step of the iteration raises Unavailable.
         """

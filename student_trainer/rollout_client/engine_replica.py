@@ -35,7 +35,8 @@ _AWAY_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class Replica:
-    """The channel to one rollout service; connects on first use, and follows a moved service.
+    """The channel to one rollout service. Connects on first use, and reconnects if the service
+    moves.
 
     `proven`: a rollout service has answered at the address, or the job's runner has started one.
     """
@@ -95,7 +96,9 @@ class Replica:
             return rollouts_pb2_grpc.RolloutsStub(self._channel), self._metadata
 
     def fault_of(self, error: grpc.RpcError) -> DistillError:
-        """Return the error of a failed call; Unavailable if another replica may answer the call."""
+        """Return the error of a failed call. Unavailable means that another replica may handle the
+        call.
+        """
         call: Any = error
         if call.code() is grpc.StatusCode.UNIMPLEMENTED:
             if not self.proven:
@@ -133,7 +136,8 @@ def no_answer(replicas: Sequence[Replica], last_error: DistillError, seconds: fl
 
 
 class PartRequest:
-    """Sends a part of an order, in a thread, to one replica after another until it is complete.
+    """A thread that sends a part of an order to one replica after another until the part is
+    complete.
 
     `deliver` is called in that thread, with (index in the part, tokens), once for each sequence.
     `on_done` is called at the end, with None if the part is complete, otherwise with the error.
@@ -216,7 +220,7 @@ class PartRequest:
         self._cancelled.wait(seconds * random.uniform(0.5, 1.0))
 
     def _send(self, replica: Replica) -> DistillError | None:
-        """Send the part to a replica; return the error, or None once it is complete."""
+        """Send the part to a replica. Return the error, or None when the part is complete."""
         start_time = time.monotonic()
         try:
             self._call = call = replica.sample(self._messages)

@@ -1,7 +1,7 @@
-"""Rollouts of the rollout engines of a job: of one turn, or of several with a retriever.
+"""Rollouts sampled by the rollout engines of a job: single-turn, or multi-turn with a retriever.
 
-Evaluations sample with the weights that were published last (`generate`), training with a version
-that it chooses (`order`).
+Evaluations sample with the most recently published weights (`generate`). Training samples with a
+version that it selects (`order`).
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class EngineRollouts(Protocol):
     def order(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], weights: ChooseWeights
     ) -> Iterator[tuple[int, Rollout]]:
-        """Return an iterator of (index of the prompt, its rollout), in the order of their end.
+        """Return an iterator of (index of the prompt, its rollout), in order of completion.
 
         The seed is that of the settings. `weights`: called before each turn. The iterator may be
-        used in another thread. It and this call raise the error of the engine.
+        used in another thread. The iterator and this call raise errors of the engine.
         """
 
 
@@ -76,10 +76,10 @@ class SingleTurnRollouts:
     def order(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], weights: ChooseWeights
     ) -> Iterator[tuple[int, Rollout]]:
-        """Return rollouts as they end; see `EngineRollouts`. The order is sent by this call.
+        """Send an order, and return its rollouts in order of completion; see `EngineRollouts`.
 
-        Services take orders as they arrive, so the call waits until the previous order has arrived.
-        It does not wait for the arrival of its own order, which takes about 20 ms.
+        Services process orders in order of arrival, so this call waits until the previous order has
+        arrived. It does not wait for the arrival of its own order, which takes about 20 ms.
         """
         if self._newest_order is not None:
             self._newest_order.wait_until_accepted()
@@ -132,7 +132,9 @@ class EngineSearch:
     def order(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], weights: ChooseWeights
     ) -> Iterator[tuple[int, Rollout]]:
-        """Return rollouts as they end; see `EngineRollouts`. The iteration sends the orders."""
+        """Return rollouts in order of completion; see `EngineRollouts`. The iteration sends the
+        orders.
+        """
         return self._sample_conversations(prompts, numbers, weights, self._settings)
 
     def _sample_conversations(
@@ -164,7 +166,7 @@ def _to_rollouts(prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[tupl
 
 
 def _restore_order(rollouts: Iterator[tuple[int, Rollout]]) -> Iterator[list[Rollout]]:
-    """Yield rollouts in the order of their prompts, as soon as all earlier ones have ended."""
+    """Yield rollouts in the order of their prompts, when all earlier rollouts have arrived."""
     pending_rollouts: dict[int, Rollout] = {}
     next_index = 0
     for index, rollout in rollouts:

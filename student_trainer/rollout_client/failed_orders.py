@@ -34,11 +34,11 @@ STOP_SECONDS = 20.0
 def fail_when_lost(
     service: RolloutServices | PlacedServices, client: EngineClient, file: Path, *, main: bool
 ) -> None:
-    """Fail the orders of `client` with the error of the services, once they are lost.
+    """When the services are lost, fail the orders of `client` with their error.
 
-    `file`: the same in all processes of an attempt; does not exist yet. `main`: whether this is the
-    process that started the services. The other processes poll the file in a thread, which ends
-    with the client.
+    `file`: the same path in all processes of an attempt; must not exist. `main`: whether this
+    process started the services. The other processes poll the file in a thread, which ends with the
+    client.
     """
     if not main:
         threading.Thread(
@@ -67,10 +67,10 @@ def _watch_file(client: EngineClient, file: Path) -> None:
 
 
 def end_orders_after_stop(client: EngineClient, is_stop_requested: Callable[[], bool]) -> None:
-    """Fail the orders of `client` that have not ended STOP_SECONDS after a request to stop.
+    """Fail the orders of `client` that have not ended STOP_SECONDS after a stop request.
 
-    `is_stop_requested`: whether the job is asked to stop; called in a thread, which ends with the
-    client. A resumed run samples the missing rollouts with the weights of its checkpoint.
+    `is_stop_requested`: returns whether there is a stop request; called in a thread, which ends
+    with the client. A resumed run samples the missing rollouts with the weights of its checkpoint.
     """
 
     def watch() -> None:

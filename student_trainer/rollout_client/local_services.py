@@ -1,4 +1,4 @@
-"""Starts the rollout services of a job on this machine, and restarts one that ends. No torch."""
+"""Starts the rollout services of a job on this machine, and restarts them. Without torch."""
 
 from __future__ import annotations
 
@@ -59,17 +59,19 @@ class RolloutServices:
 
     @property
     def on_one_machine(self) -> bool:
-        """Whether the services run on this machine, because this process has started them."""
+        """Whether this process has started the services, which then run on this machine."""
         return bool(self._services)
 
     def call_when_lost(self, call: Callable[[DistillError], None]) -> None:
-        """Call `call`, in any thread, with the last error once no service will be restarted."""
+        """Call `call` with the last error when services are no longer restarted. Any thread may
+        call it.
+        """
         self._on_lost = call
         if self._lost is not None:
             call(self._lost)
 
     def _note_lost_service(self, error: DistillError) -> None:
-        """Record that a service is not restarted; the others take over its sequences."""
+        """Record that a service will not be restarted. Other services take over its sequences."""
         self._ended_count += 1
         if self._ended_count < len(self._addresses):
             log.error("%s; the job goes on with the others", error)
@@ -78,7 +80,7 @@ class RolloutServices:
         self._on_lost(error)
 
     def addresses(self) -> list[str]:
-        """Return HOST:PORT of every service, once all services of this process are ready.
+        """Wait until all services of this process are ready, and return HOST:PORT of every service.
 
         Empty on ranks other than 0 if the job starts its services. Raises InvalidInput if a service
         does not start.
@@ -90,7 +92,7 @@ class RolloutServices:
 
 @contextmanager
 def rollout_services(config: AnyTraining) -> Iterator[RolloutServices | PlacedServices | None]:
-    """Start the services of a job in the main process; they end with the context or the process.
+    """Start the services of a job in the main process. They stop with the context or the process.
 
     Starts no service if the job's runner has placed services on a cluster. Yields None if the
     trainer's own process samples.
@@ -146,8 +148,8 @@ def count_engines(config: AnyTraining, rollouts: RolloutsConfig) -> int:
 def share_threads(config: AnyTraining, rollouts: RolloutsConfig) -> int:
     """Divide the CPU threads between the trainer's processes and the engines.
 
-    Sets $OMP_NUM_THREADS, which torch reads once, when it is imported. Without lag the engines and
-    the trainer take turns, so each uses all threads. Returns the total threads of the engines.
+    Sets $OMP_NUM_THREADS, which torch reads once, when it is imported. Without a lag, engines and
+    trainer alternate, so both use all threads. Returns the total threads of the engines.
     """
     own_threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
     total_threads = own_threads * config.train.processes
@@ -159,22 +161,22 @@ def share_threads(config: AnyTraining, rollouts: RolloutsConfig) -> int:
 
 
 def _priority_command(rollouts: RolloutsConfig) -> list[str]:
-    """Return the prefix of an engine's command line that lowers its priority; on CPUs with a lag.
+    """Return a command prefix that lowers the priority of an engine, on CPUs with a lag.
 
-    The trainer's threads wait for each other, so the engine should run only when they do not need
-    the CPU: measured, a step takes a quarter less time.
+    The trainer's threads wait for each other, so the engine should only use idle CPU time. In
+    measurements, a step takes a quarter less time.
     """
     return ["nice", "-n", "5"] if rollouts.lag and not gpus_here() else []
 
 
 def _sleep_option(rollouts: RolloutsConfig) -> list[str]:
-    """Return the option of a vllm engine that takes turns with the trainer on the same GPU."""
+    """Return the option of a vllm engine that alternates with the trainer on the same GPU."""
     in_turn = rollouts.engine == "vllm" and not rollouts.gpus and not rollouts.lag
     return ["--sleep"] if in_turn and gpus_here() else []
 
 
 class _Service:
-    """A rollout service in a process of its own, which is restarted when it ends."""
+    """A rollout service in a separate process, which is restarted when it exits."""
 
     def __init__(
         self,
@@ -197,7 +199,7 @@ class _Service:
         self._thread.start()
 
     def terminate(self) -> None:
-        """Ask the process to end."""
+        """Send a termination request to the process."""
         self._closing.set()
         if self._process is not None:
             self._process.terminate()

@@ -36,11 +36,11 @@ class PlacedServices:
         """Do nothing: a lost service may come back, so orders wait for their `patience_seconds`."""
 
     def addresses(self) -> list[PlacedAddress]:
-        """Return the address of every service, once they are ready.
+        """Wait until the services are ready, and return their addresses.
 
-        Once the first service is ready, waits 60 s for the others, which can join later. Empty on
-        ranks other than 0. Raises InvalidInput if a service does not start, Unavailable if the file
-        cannot be read.
+        When the first service is ready, waits at most 60 s for the others, which may join later.
+        Empty on ranks other than 0. Raises InvalidInput if a service does not start, Unavailable if
+        the file cannot be read.
         """
         if not is_main_process():
             return []

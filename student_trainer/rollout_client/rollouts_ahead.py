@@ -1,19 +1,19 @@
-"""Rollouts of an engine outside the trainer, sampled up to `lag` steps before they are learned.
+"""Rollouts of an external engine, sampled up to `lag` steps before the step that uses them.
 
-Step n learns from the rollouts of order n. Before it, the weights of step n - 1 are published, and
-the engine gets order n + lag with that version:
+Step n uses the rollouts of order n. Before step n, the weights of step n - 1 are published, and the
+engine gets order n + lag with this version:
 
     version n - 1 published -> order n + lag given -> order n awaited -> step n -> version n
 
-So order m is sampled with version max(0, m - 1 - lag), whatever the speed of trainer and engine: a
-step is a pure function of the job (`in_flight = "drain"`). No rollout is dropped. The teacher
+Order m is therefore sampled with version max(0, m - 1 - lag), at any speed of trainer and engine,
+and a step is a pure function of the job (`in_flight = "drain"`). No rollout is dropped. The teacher
 scores each rollout as soon as it is sampled.
 
 A checkpoint of step n contains the rollouts of orders n + 1 to n + lag, because the weights that
 sampled them no longer exist when the run resumes.
 
-With an environment, all turns of a rollout are sampled with the version of its order; with another
-`in_flight`, a turn is sampled with the newest version.
+With an environment and `drain`, all turns of a rollout are sampled with the version of its order.
+With other values of `in_flight`, a turn is sampled with the newest version.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _POLL_SECONDS = 0.02  # between two checks whether an order is complete
 
 
 class RolloutsAhead:
-    """Gives orders to the engine, and returns the rollouts of each step with their rows."""
+    """Sends orders to the engine, and returns the rollouts of each step with their rows."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class RolloutsAhead:
         """`teacher`: scores the rollouts. `rollouts`: samples them at the services of `client`.
 
         `last_step`: later steps get no order. `sleeps`: the services share the trainer's GPUs and
-        take turns with it.
+        alternate with the trainer.
         """
         self._accelerator = accelerator
         self._client = client
@@ -89,7 +89,7 @@ class RolloutsAhead:
     def of_step(self, step: int, prompts_of_step: PromptsOfStep) -> list[PendingRows]:
         """Collective. Return this process's rollouts of `step` (from 1) and request their rows.
 
-        `prompts_of_step`: the prompts and rollout numbers of this process in a step. Gives the
+        `prompts_of_step`: the prompts and rollout numbers of this process in a step. Sends the
         orders of steps up to `step + lag`. Raises the error of the engine or of the teacher on all
         ranks.
         """
@@ -117,15 +117,15 @@ class RolloutsAhead:
         return raise_on_all_ranks(self._accelerator, lambda: self._await_rows(order))
 
     def before_learning(self) -> None:
-        """Collective. Have engines that share the trainer's GPUs free their memory."""
+        """Collective. Make engines that share the trainer's GPUs free their memory."""
         if self._sleeps:
             main = self._accelerator.is_main_process
             raise_on_all_ranks(self._accelerator, self._client.sleep if main else lambda: None)
 
     def restore(self, checkpoint: Path) -> None:
-        """Load the rollouts of later steps from a checkpoint; `of_step` does not resample them.
+        """Load the rollouts of later steps from a checkpoint. `of_step` does not sample them again.
 
-        If the data have changed since, it samples those whose prompts are others.
+        If the data have changed, `of_step` samples the rollouts of changed prompts again.
         """
         self._stored_rollouts = read_rollouts(checkpoint)
 
@@ -143,7 +143,7 @@ class RolloutsAhead:
         return files
 
     def publish(self, step: int, *, anchor: bool = False) -> None:
-        """Collective. Give the engine the current weights, of `step`, for an evaluation.
+        """Collective. Publish the current weights, of `step`, to the engine for an evaluation.
 
         `anchor`: the student currently has the anchor's weights.
         """
@@ -156,7 +156,7 @@ class RolloutsAhead:
         self._channel.close()
 
     def metrics(self, step: int, pending_rows: Sequence[PendingRows]) -> dict[str, Tensor]:
-        """Return the metrics of the rollouts of `step`: by how many steps their weights lag."""
+        """Return the metrics of the rollouts of `step`: the age of their weights in steps."""
         lags = [
             (step - 1 - version, tokens)
             for item in pending_rows
@@ -167,7 +167,7 @@ class RolloutsAhead:
         return {"rollout/lag": torch.tensor([total, count], dtype=torch.float64)}
 
     def _make_room(self) -> None:
-        """Collective. Free cached memory of the GPUs for engines that wake with the next order."""
+        """Collective. Free cached GPU memory for engines that wake up with the next order."""
         if self._sleeps:
             torch.cuda.empty_cache()
             self._accelerator.wait_for_everyone()
@@ -175,7 +175,7 @@ class RolloutsAhead:
     def _start_order(
         self, weights: WeightsVersion, prompts: Sequence[Prompt], numbers: Sequence[int]
     ) -> _RunningOrder:
-        """Start the order for the prompts whose rollouts are not stored."""
+        """Start the order for the prompts without stored rollouts."""
         order = _RunningOrder(prompts, numbers, self._teacher)
         missing, changed = [], 0
         for index, (number, prompt) in enumerate(zip(numbers, prompts, strict=True)):
@@ -227,7 +227,7 @@ def _add_prompt_fields(stored_rollout: Rollout, prompt: Prompt) -> Rollout:
 
 
 class _RunningOrder:
-    """An order of this process, with the rollouts that have arrived and the requests of rows."""
+    """An order of this process, with its received rollouts and their row requests."""
 
     def __init__(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], teacher: TeacherSource
@@ -240,11 +240,11 @@ class _RunningOrder:
 
     @property
     def scored_rollouts(self) -> list[tuple[Rollout, Future[RowBlock] | None]]:
-        """The rollouts in the order of the prompts, with their rows, if they were requested."""
+        """The rollouts in the order of the prompts, with their rows if these were requested."""
         return [self._scored_rollouts[index] for index in range(len(self._prompts))]
 
     def take(self, index: int, rollout: Rollout) -> None:
-        """Add a rollout, and request its rows if the teacher allows it at any time."""
+        """Add a rollout. Request its rows if the teacher allows requests at any time."""
         rows: Future[RowBlock] | None = None
         if self._teacher.any_time:
             try:
@@ -255,10 +255,10 @@ class _RunningOrder:
         self._scored_rollouts[index] = rollout, rows
 
     def collect(self, sampling: Iterator[tuple[int, Rollout]], indices: Sequence[int]) -> None:
-        """Start a thread that takes each rollout of `sampling` as soon as it arrives.
+        """Start a thread that takes each rollout of `sampling` when it arrives.
 
-        `indices[i]`: index, in this order's prompts, of the prompt of rollout i. `completion` ends
-        with the thread, with its error if it has one.
+        `indices[i]`: index of the prompt of rollout i in this order's prompts. `completion`
+        resolves at the end of the thread, with its error if there is one.
         """
         self.completion = Future()
 
@@ -276,7 +276,7 @@ class _RunningOrder:
     def rollouts(self, stop: threading.Event) -> dict[int, Rollout]:
         """Wait for the rollouts, and return them by rollout number; {} if `stop` is set first.
 
-        If the engine fails, returns the sampled ones: a resumed run samples the others again.
+        If the engine fails, returns the received rollouts. A resumed run samples the others again.
         """
         while not self.completion.done():
             if stop.wait(_POLL_SECONDS):

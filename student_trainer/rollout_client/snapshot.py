@@ -7,8 +7,7 @@
                           log-prob of each token after those before it, in nats, at temperature 1
     snapshot.json         {"number": ..., "dtype": ..., "files": {name: xxh3_128 of its bytes}}
 
-`snapshot.json` is written last, under a temporary name that is then replaced, so a directory with
-it is complete.
+`snapshot.json` is written last and atomically, so a directory with this file is complete.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class Snapshot:
 
 
 def seal(directory: Path, *, number: int, dtype: str, probe: Probe) -> None:
-    """Complete a snapshot whose weight files lie in `directory`: add probe and snapshot.json.
+    """Complete a snapshot whose weight files are in `directory`: add probe and snapshot.json.
 
     `number` and `dtype`: see Snapshot. Raises OSError.
     """

@@ -4,9 +4,9 @@ One safetensors file per process, of n rollouts. numbers, starts, lengths, queri
 of the rollout, tokens of its prompt, tokens after it, queries to a retriever. flags [n, 2] bool:
 truncated, failed. versions [S, 3] int64: index of the rollout, version, consecutive tokens.
 concluded [b] uint8: the answers according to an environment, a JSON list of texts or null.
-token_ids: of all sequences, one after the other. The other tensors have the tokens after the
-prompts, and the names of `Rollout`; own, draw_ids and draw_logprobs are left out if there are none.
-The fields of a prompt other than its tokens are not stored.
+token_ids: of all sequences, concatenated. The other tensors cover the tokens after the prompts and
+have the names of `Rollout`; own, draw_ids and draw_logprobs are omitted if empty. The fields of a
+prompt other than its tokens are not stored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def file_name(part: int) -> str:
 
 
 def encode_rollouts(rollouts: Mapping[int, Rollout]) -> bytes:
-    """Return the file of rollouts, by rollout number; there is at least one."""
+    """Return the file content of at least one rollout, given by rollout number."""
     listed_rollouts = list(rollouts.values())
     spans = [
         (index, *span) for index, rollout in enumerate(listed_rollouts) for span in rollout.versions

@@ -41,22 +41,25 @@ _IN_RUN = "weights"
 
 
 class WeightChannel(Protocol):
-    """Gives versions of the student's weights to the engines. Every process of a job has one."""
+    """Transfers versions of the student's weights to the engines. Every process of a job has an
+    instance.
+    """
 
     @property
     def newest(self) -> WeightsVersion:
-        """The version that was published last; at least one must be published."""
+        """The last published version. At least one version must be published."""
 
     def publish(self, number: int, *, anchor: bool = False) -> WeightsVersion:
-        """Collective. Make the current weights available as version `number`; return it.
+        """Collective. Make the current weights available as version `number`, and return this
+        version.
 
-        A version that exists is not published again. `anchor`: the student currently has the
-        weights of the anchor; their versions are a separate lineage. Raises Unavailable on all
-        ranks if the weights cannot be published.
+        An existing version is not published again. `anchor`: the student currently has the weights
+        of the anchor; their versions are a separate lineage. Raises Unavailable on all ranks if the
+        weights cannot be published.
         """
 
     def delete_before(self, number: int) -> None:
-        """Delete the versions before `number`: no order names them any more."""
+        """Delete the versions before `number`, which no order names any more."""
 
     def close(self) -> None:
         """Delete all versions. Not collective."""
@@ -65,9 +68,9 @@ class WeightChannel(Protocol):
 def choose_snapshot_root(run: Path, attempt: int, needed_bytes: int, *, local: bool) -> Path:
     """Return a directory for the snapshots of an attempt: in memory, or in the run directory.
 
-    `needed_bytes`: of all snapshots that exist at a time. `local`: the engines run on this machine.
-    Deletes the snapshots of killed trainers in the memory of this machine, and those of earlier
-    attempts in the run directory.
+    `needed_bytes`: of all snapshots that exist at the same time. `local`: the engines run on this
+    machine. Deletes snapshots of killed trainers in the memory of this machine, and snapshots of
+    earlier attempts in the run directory.
     """
     in_run = RunDirectory(run).weights
     shutil.rmtree(in_run, ignore_errors=True)
@@ -79,7 +82,7 @@ def choose_snapshot_root(run: Path, attempt: int, needed_bytes: int, *, local: b
 
 
 def snapshot_bytes(model: Any, dtype: torch.dtype, *, adapters: bool) -> int:
-    """Return the bytes of a snapshot of a model, or of its adapters, which are float32."""
+    """Return the bytes of a snapshot of a model, or of its float32 adapters."""
     if adapters:
         return sum(weight.numel() for weight in trainable_weights(model).values()) * 4
     return int(model.num_parameters()) * dtype.itemsize

@@ -1,1 +1,1 @@
-"""`distill-rollouts`: samples rollouts with the student's weights, in a process of its own."""
+"""`distill-rollouts`: samples rollouts with the student's weights, in a separate process."""

@@ -109,7 +109,7 @@ def rollouts(
     end_with_parent: EndWithParentOption = None,
     version: VersionOption = False,
 ) -> None:
-    """Sample rollouts for trainers, with the weights that they save."""
+    """Sample rollouts for trainers with the weights that the trainers save."""
     if end_with_parent is not None:
         launcher.end_with_parent(end_with_parent)
     set_threads(threads)

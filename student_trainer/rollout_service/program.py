@@ -1,4 +1,4 @@
-"""Builds the engine of the rollout service from its settings, and serves it."""
+"""Builds the engine of the rollout service from its settings, and runs the service."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def run(
 ) -> None:
     """Load the engine and serve until SIGTERM or SIGINT.
 
-    `address`: (host, port) of the metrics page. Raises InvalidInput if the settings cannot work.
+    `address`: (host, port) of the metrics page. Raises InvalidInput for invalid settings.
     """
     metrics = RolloutMetrics()
     page = MetricsPage(metrics.registry)
@@ -70,7 +70,7 @@ def run(
 def make_engine(settings: RolloutEngineSettings) -> RolloutEngine:
     """Load the engine `settings.name`.
 
-    Raises InvalidInput if the engine is unknown, lacks one of the options that are set, or cannot
+    Raises InvalidInput if the engine is unknown, does not support one of the options, or cannot
     load the model.
     """
     vllm = settings.vllm

@@ -1,4 +1,4 @@
-"""Schedules the orders of a rollout service and the loads of weights that they need."""
+"""Schedules the orders of a rollout service and the loads of their weights."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class ScheduleEntry:
             raise self.error
 
     def start(self) -> None:
-        """Let the order be sampled."""
+        """Allow the sampling of the order."""
         self._started.set()
 
     def fail(self, error: Exception) -> None:
-        """End the order with an error, whether it waits or is sampled."""
+        """End the waiting or running order with an error."""
         self.error = error
         if self._started.is_set() and self.sampling is not None:
             self.sampling.cancel()
@@ -42,15 +42,15 @@ class ScheduleEntry:
 
 
 class Schedule:
-    """Orders the loads of weights and the starts of orders; use it from one event loop.
+    """Schedules the loads of weights and the starts of orders. For use in one event loop.
 
     Orders of the loaded version start at once, unless an older order of another lineage waits. An
-    order of another version waits until no order runs; then the weights of the oldest waiting order
-    are loaded. If that order allows it (`in_flight` recompute or keep), and its version is a newer
-    version of the loaded lineage, its weights are loaded while orders run.
+    order of another version waits until no order runs. Then the weights of the oldest waiting order
+    are loaded. If this order has `in_flight` recompute or keep, and its version is a newer version
+    of the loaded lineage, its weights are loaded while orders run.
 
-    If a load fails, the orders that wait for it fail, and so do the running orders, which have lost
-    their weights. A later order of the same version loads it again.
+    If a load fails, the orders that wait for this load fail, and so do the running orders, which
+    have lost their weights. A later order of the same version loads the weights again.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class Schedule:
 
     @property
     def running_count(self) -> int:
-        """Number of orders that are being sampled now."""
+        """Number of running orders."""
         return len(self._running_entries)
 
     @property
     def waiting_count(self) -> int:
-        """Number of orders that wait."""
+        """Number of waiting orders."""
         return len(self._waiting_entries)
 
     def enter(self, weights: WeightsVersion) -> ScheduleEntry:
@@ -93,7 +93,7 @@ class Schedule:
         return entry
 
     def leave(self, entry: ScheduleEntry) -> None:
-        """Remove an order, whatever its state. Calling it twice is safe."""
+        """Remove an order in any state. May be called twice."""
         self._running_entries.discard(entry)
         if entry in self._waiting_entries:
             self._waiting_entries.remove(entry)
@@ -116,7 +116,7 @@ class Schedule:
         self._waiting_entries.clear()
 
     async def sleep(self, drop_weights: Callable[[], Awaitable[None]]) -> None:
-        """Call `drop_weights`, unless an order runs or waits; no order starts during the call."""
+        """Call `drop_weights`, unless an order runs or waits. No order starts during the call."""
         if self._loading is not None or self._running_entries or self._waiting_entries:
             return
         self.loaded_version = None
@@ -132,7 +132,7 @@ class Schedule:
             self._advance()
 
     def _advance(self) -> None:
-        """Start the orders that may start, then load weights if an order needs them now."""
+        """Start the orders that may start, then load weights if a waiting order needs them."""
         if self._loading is not None:
             return
         for entry in tuple(self._waiting_entries):

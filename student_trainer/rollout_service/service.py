@@ -32,7 +32,7 @@ _MAX_JOBS = 10_000
 
 
 class Fence:
-    """The newest attempt of each job that has sent an order. Kept in memory: lost at a restart."""
+    """The newest attempt of each job that has sent an order. In memory only: lost at a restart."""
 
     def __init__(self, max_jobs: int = _MAX_JOBS) -> None:
         self._max_jobs = max_jobs
@@ -139,9 +139,10 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
     ) -> AsyncIterator[rollouts_pb2.SampledPart]:
         """Sample the sequences of one order; see protos/rollouts.proto.
 
-        Raises InvalidInput if the order is wrong, WrongState if a later attempt of its job has sent
-        an order, or sends one while this order waits or is sampled, Overloaded if too many orders
-        wait or take too much memory, Unavailable if the service stops, and the error of the engine.
+        Raises InvalidInput if the order is invalid; WrongState if a later attempt of its job has
+        sent an order, or sends an order before this order ends; Overloaded if too many orders wait
+        or orders take too much memory; Unavailable if the service stops; and the errors of the
+        engine.
         """
         order_bytes = _OrderBytes(self)
         try:
@@ -183,7 +184,7 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
             self._schedule.end_earlier_attempts(weights, replaced_error)
 
     def drain(self) -> None:
-        """Fail the waiting orders with Unavailable; running orders continue."""
+        """Fail the waiting orders with Unavailable. Running orders continue."""
         self._schedule.drain()
 
     async def _read_order(self, parts: _Parts, order_bytes: _OrderBytes) -> Order:
@@ -199,7 +200,9 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
     async def _sample_order(
         self, order: Order, entry: ScheduleEntry, results: _ResultQueue
     ) -> None:
-        """Put the sequences of an order into the queue, then None, or the error that ended it."""
+        """Put the sequences of an order into the queue, then None or the error that ended the
+        order.
+        """
         error: Exception | None = None
         start_time = time.perf_counter()
         try:
@@ -231,7 +234,7 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
 
 
 async def _next_message(parts: AsyncIterator[_Message], stream_name: str) -> _Message:
-    """Return the next message. Raises TimedOut, and StopAsyncIteration after the last one."""
+    """Return the next message. Raises TimedOut, and StopAsyncIteration after the last message."""
     try:
         async with asyncio.timeout(SECONDS_BETWEEN_PARTS):
             return await anext(parts)

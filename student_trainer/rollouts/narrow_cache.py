@@ -17,8 +17,8 @@ CACHE_ARGUMENT = "cache" if "cache" in _STEP else "past_key_values"
 class NarrowCache(DynamicCache):  # type: ignore[misc]
     """Keeps keys and values in bfloat16, the dtype in which attention reads them under autocast.
 
-    With float32 weights the rotation makes float32 keys; the default cache of transformers then
-    stores keys and values in float32, and casts all of them for every token. The results are equal.
+    With float32 weights, rotated keys are float32. The default cache of transformers then stores
+    keys and values in float32 and casts all of them for every token, with equal results.
     """
 
     def update(self, key: Tensor, value: Tensor, *layer: Any, **options: Any) -> Any:
@@ -27,7 +27,7 @@ class NarrowCache(DynamicCache):  # type: ignore[misc]
 
 
 def make_cache(model: Any, *, bf16: bool) -> NarrowCache | None:
-    """Return an empty cache for `model.generate`; None: `generate` makes the cache itself.
+    """Return an empty cache for `model.generate`, or None if `generate` must create the cache.
 
     Returns None for models with recurrent states, such as Mamba, and for students in float32.
     """

@@ -25,7 +25,7 @@ class Rollouts(Protocol):
     def generate(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], *, seed: int, greedy: bool = False
     ) -> Iterator[list[Rollout]]:
-        """Yield the rollouts of the prompts, in order, in batches as they are finished.
+        """Yield the rollouts of the prompts in order, batch by batch.
 
         numbers[i]: the rollout number of prompts[i], which fixes its random numbers together with
         `seed`. `greedy`: take the most likely token instead of sampling.
@@ -93,7 +93,7 @@ def batches(lengths: Sequence[int], max_new_tokens: int, batch_tokens: int) -> I
 
 
 def build_rollout(prompt: Prompt, completion: SampledTokens) -> Rollout:
-    """Return the rollout of a prompt and the tokens that were sampled after it."""
+    """Return the rollout of a prompt and the tokens sampled after it."""
     return Rollout(
         token_ids=torch.cat([torch.from_numpy(prompt.ids).long(), completion.token_ids]),
         start=len(prompt.ids),

@@ -52,7 +52,7 @@ def sample_step(
     uniforms [B] float64: random numbers in [0, 1); None takes the most likely tokens, without
     draws. `top_p`: sample from the nucleus with this probability; all records are of the policy
     before it. `draws`: M. draw_uniforms [B] float64: random numbers of the draws; None draws none.
-    `never`: an id that is not sampled; records are of the policy with it.
+    `never`: an id that must not be sampled; the recorded policy includes this id.
     """
     logprobs = (logits.float() / temperature).log_softmax(1)
     head_ids = logprobs.topk(top_k, dim=1).indices

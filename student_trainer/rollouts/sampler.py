@@ -1,4 +1,4 @@
-"""Sample completions with `model.generate`; record head ids, log-probs and draws of the tail."""
+"""Samples completions with `model.generate`, and records head ids, log-probs and tail draws."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SampledTokens:
 
 
 class Marks:
-    """Texts that end a turn as soon as they are sampled, however they are split into tokens."""
+    """Texts that end a turn when they are sampled, in any tokenization."""
 
     def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
         self._tokenizer = tokenizer
@@ -64,13 +64,13 @@ class Marks:
     def may_close(self, ids: Tensor) -> Tensor:
         """Return which tokens could be the last token of a mark: bool, with the shape of `ids`.
 
-        A cheap filter: true for tokens that contain the last character of a mark.
+        This is a fast filter: true for tokens that contain the last character of a mark.
         """
         is_token = ids < len(self._closing)  # a model may have more ids than its tokenizer has
         return is_token & self._closing.to(ids.device)[ids.clamp(max=len(self._closing) - 1)]
 
     def closed_by(self, ids: Tensor) -> bool:
-        """Return True if a mark is in the last tokens of `ids` [n].
+        """Return True if the last token of `ids` [n] completes a mark.
 
         Decodes as many tokens as the longest mark has characters.
         """
@@ -107,10 +107,9 @@ class Sampler:
         with this total probability (nucleus sampling). `draws`: number of ids per token to draw
         from the tail, the ids outside the head. All records are of the policy before `top_p`:
         softmax(logits / temperature). `vocab_size`: the policy has only the first `vocab_size` ids;
-        None: all. `bf16`: compute in bfloat16. `never`: an id that is not sampled.
-        `equal_lengths`: the model's results change with padding (`probe_sampling`), so that only
-        sequences of one length share a batch.
-        `ends`: ids that end a sequence; empty: those of `end_ids`.
+        None: all ids. `bf16`: compute in bfloat16. `never`: an id that must not be sampled.
+        `equal_lengths`: padding changes the model's results (`probe_sampling`), so only sequences
+        of equal length share a batch. `ends`: ids that end a sequence; empty: those of `end_ids`.
         """
         self._model = model
         self._top_k = top_k
@@ -143,7 +142,7 @@ class Sampler:
         noise[i] [limits[i]] float64: uniform random numbers in [0, 1), one per token; None takes
         the most likely token. draw_noise[i]: likewise, for the draws of the tail; None draws none.
         is_cancelled: called for each token; True ends all completions at their current tokens.
-        images[i]: the images of before[i], if any. While this method runs, the model has another
+        images[i]: the images of before[i], if any. This method temporarily replaces the model's
         `generation_config`. No gradient.
         """
         lengths = [len(tokens) for tokens in before]
@@ -199,14 +198,14 @@ class Sampler:
         return [self._truncate(*columns, marks) for columns in records]
 
     def plain_ids(self, count: int) -> Tensor:
-        """Return `count` token ids [count] int64 of the policy that end no completion."""
+        """Return `count` token ids [count] int64 of the policy that are no end tokens."""
         vocab_size = self._vocab_size or self._model.config.get_text_config().vocab_size
         ids = [token_id for token_id in range(min(vocab_size, 64)) if token_id not in self._ends]
         return torch.tensor((ids * count)[-count:])
 
     @torch.no_grad()
     def continuation_logits(self, before: Sequence[Tensor], after: Tensor) -> Tensor:
-        """Return the logits [B, n, V] from which `write` would sample the tokens `after` [B, n].
+        """Return the logits [B, n, V] with which `write` would sample the tokens `after` [B, n].
 
         Row [i, t] is computed from before[i] and after[i, :t], in one batch, token by token.
         `after` has no end tokens.
@@ -321,7 +320,7 @@ class _Stop(StoppingCriteria):  # type: ignore[misc]
 
 
 class _TokenForcer(LogitsProcessor):  # type: ignore[misc]
-    """Makes a greedy `generate` take given tokens, and keeps the logits.
+    """Forces a greedy `generate` to select given tokens, and stores the logits.
 
     logits: of each step, [B, V] float32.
     """
@@ -339,7 +338,7 @@ class _TokenForcer(LogitsProcessor):  # type: ignore[misc]
 class _SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
     """Samples by inverse CDF and records the policy.
 
-    It leaves only the sampled token a finite logit, so that a greedy `generate` takes it.
+    Only the sampled token keeps a finite logit, so a greedy `generate` selects this token.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A probe: does a model sample from the policy that its plain forward pass computes?"""
+"""A probe that compares sampling with a plain forward pass of the model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _SHORT, _LONG, _STEPS, _TOP_K = 4, 9, 3, 8
 
 @dataclass(frozen=True)
 class SamplingProbe:
-    """How sampling with `model.generate` compares with a forward pass of the whole sequence.
+    """The comparison of sampling with `model.generate` with a forward pass of the whole sequence.
 
-    fault: why the model cannot sample, or samples from another policy; None: it samples from its
-    own. equal_lengths: whether a longer sequence in the batch changes the policy, or padding fails.
+    fault: why the model cannot sample, or samples from another policy; None: no fault.
+    equal_lengths: whether a longer sequence in the batch changes the policy, or padding fails.
     """
 
     fault: str | None
@@ -64,14 +64,14 @@ def probe_sampling(model: Any, tokenizer: Any, *, bf16: bool = False) -> Samplin
 
 
 def rounding(model: Any, *, bf16: bool) -> float:
-    """Return the largest difference in nats that rounding leaves between equal log-probs."""
+    """Return the largest difference, in nats, that rounding causes between equal log-probs."""
     if bf16 or model.dtype != torch.float32:
         return 0.2
     return 2e-2 if model.device.type == "cuda" else 1e-3  # TF32 on a GPU
 
 
 def _largest_difference(logits: Tensor, other_logits: Tensor) -> float:
-    """Return the largest difference of the log-probs of the likeliest ids [n, V], in nats."""
+    """Return the largest difference, in nats, of the log-probs [n, V] of the most likely ids."""
     logprobs, other_logprobs = (values.log_softmax(-1) for values in (logits, other_logits))
     top_ids = logprobs.topk(min(_TOP_K, logprobs.shape[-1])).indices
     return float((logprobs - other_logprobs).gather(-1, top_ids).abs().max())

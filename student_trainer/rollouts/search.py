@@ -35,7 +35,7 @@ class SearchTurn:
     """A turn to sample.
 
     token_ids [T] int64: the conversation so far. number: the rollout number. limit: maximum number
-    of tokens to sample. used: random numbers of the rollout that its earlier turns have used.
+    of tokens to sample. used: number of random numbers that earlier turns of the rollout have used.
     """
 
     token_ids: Tensor
@@ -51,8 +51,8 @@ SampleTurns = Callable[[Sequence[SearchTurn]], list[SampledTokens]]
 class SearchConversations:
     """Conversations of the student with a retriever; thread-safe.
 
-    A turn continues from the token ids of earlier turns, which are never decoded and tokenized
-    again: that could change them.
+    A turn continues from the token ids of earlier turns. They are never decoded and encoded again,
+    which could change them.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class SearchConversations:
         """`max_new_tokens`: limit of all turns of a rollout together, with the passages.
 
         `batch_tokens`: maximum tokens of a batch, with padding; None: one batch. The conversations
-        of a batch take their turns together.
+        of a batch are sampled together, turn by turn.
         """
         # A copy, with a lock, because a call that splits special tokens changes the tokenizer.
         self._tokenizer = copy.deepcopy(tokenizer)
@@ -82,7 +82,7 @@ class SearchConversations:
     def sample(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], sample_turns: SampleTurns
     ) -> Iterator[tuple[int, Rollout]]:
-        """Yield (index of the prompt, its rollout) as the conversations end, batch by batch."""
+        """Yield (index of the prompt, its rollout) when a conversation ends, batch by batch."""
         for batch in self.batches(prompts):
             numbered_prompts = zip(prompts[batch], numbers[batch], strict=True)
             conversations = [
@@ -101,7 +101,7 @@ class SearchConversations:
                 ]
 
     def batches(self, prompts: Sequence[Prompt]) -> Iterator[slice]:
-        """Yield the slices of the prompts whose conversations take their turns together."""
+        """Yield slices of prompts whose conversations are sampled together."""
         if self._batch_tokens is None:
             return iter([slice(0, len(prompts))] if prompts else [])
         lengths = [len(prompt.ids) for prompt in prompts]
@@ -110,7 +110,9 @@ class SearchConversations:
     def _sample_turn(
         self, conversations: Sequence[_Conversation], sample_turns: SampleTurns
     ) -> None:
-        """Sample one turn of each conversation; add passages for queries, finish the others."""
+        """Sample one turn of each conversation. Add passages to those with a query, finish the
+        others.
+        """
         turns = sample_turns(
             [conversation.turn(self._max_new_tokens) for conversation in conversations]
         )
@@ -176,7 +178,7 @@ class SearchRollouts:
         *,
         stream_tokens: int,
     ) -> None:
-        """Decodes each token of the vocabulary once.
+        """Decode each token of the vocabulary once.
 
         `stream_tokens`: number of random numbers per rollout, `max_new_tokens` of `conversations`.
         """
@@ -270,7 +272,7 @@ class _Conversation:
     def add_passages(self, information: Tensor) -> None:
         """Add passages. Their head ids, log-probs and draws are placeholders.
 
-        The head ids of a row must be distinct: a teacher checks that.
+        The head ids of a row must be distinct, because a teacher checks this.
         """
         head_size = self.heads[0].shape[1]
         self.parts.append(information)

@@ -1,7 +1,7 @@
-"""The chat templates of student and teacher: compared, or the teacher's used for both.
+"""Compares the chat templates of student and teacher, or uses the teacher's template for both.
 
-Student and teacher with one tokenizer may still write conversations in different formats, and a
-base model has no format at all. The teacher then scores prompts in a format that it does not know.
+A student and a teacher with equal tokenizers may still format conversations differently, and a base
+model has no format. The teacher then scores prompts in an unfamiliar format.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ _SYSTEM = {"role": "system", "content": "Be brief."}
 def choose_chat_template(
     config: AnyTraining, tokenizer: Any, teachers: Mapping[str, Connection]
 ) -> None:
-    """Give the student's tokenizer the teacher's chat template if `student.chat_template` says so.
+    """Set the teacher's chat template in the student's tokenizer if `student.chat_template` selects
+    it.
 
-    Otherwise warn of the first difference from the template of each teacher with the student's
-    tokenizer. Raises InvalidInput (`student.chat_template`) if there is no such template, or if the
-    teachers have several.
+    Otherwise, log the first difference from the template of each teacher with the student's
+    tokenizer. Raises InvalidInput (`student.chat_template`) if the teacher has no template, or if
+    the teachers have different templates.
     """
     if config.student.chat_template == "teacher":
         tokenizer.chat_template = _template_of_teachers(teachers)
@@ -57,10 +58,10 @@ def choose_chat_template(
 def find_difference(
     tokenizer: Any, template: str, prompt_format: PromptFormat, label: str
 ) -> str | None:
-    """Return the first difference between the prompts of two chat templates; None if there is none.
+    """Return the first difference between the prompts of two chat templates, or None.
 
-    `template`: the teacher's; "" if it has none. Both render the same probes, with messages of the
-    system and tools only where the job has them.
+    `template`: the teacher's, or "". Both templates render the same probes. The probes contain
+    system messages and tools only if the job uses them.
     """
     own_template = default_template(tokenizer.chat_template) or ""
     if own_template == template:
@@ -111,7 +112,9 @@ def _render(
     prompt_format: PromptFormat,
     chat_template: str,
 ) -> str:
-    """Return a probe up to the start of the next answer; the error if the template raises one."""
+    """Render a probe up to the start of the next answer. Returns the error if the template raises
+    one.
+    """
     from jinja2 import TemplateError
 
     try:

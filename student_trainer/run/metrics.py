@@ -120,8 +120,8 @@ def open_metrics(
 ) -> MetricsLog:
     """Open metrics.jsonl and start the trackers of the job. Only the main process may call it.
 
-    Lines after `last_step`, the step that the run resumes from, are dropped; None starts a new
-    file. Raises WrongState if a newer attempt has taken over the run.
+    Lines after `last_step`, from which the run resumes, are removed; None starts a new file. Raises
+    WrongState if a newer attempt has taken over the run.
     """
     trackers = start_trackers(track, run, last_step)
     return MetricsLog(run, attempt=attempt, last_step=last_step, trackers=trackers)

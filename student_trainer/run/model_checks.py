@@ -1,4 +1,4 @@
-"""Checks of the student against teachers and stores, before weights are loaded. Imports no torch.
+"""Checks of the student against teachers and stores, before weights are loaded. Without torch.
 
 The checks that need no tokenizer are in `clients/preflight/files.py`.
 """
@@ -25,9 +25,10 @@ log = logging.getLogger(__name__)
 
 
 def check_hub(config: AnyTraining) -> None:
-    """Switch the hub's libraries to their cache if the job needs the hub and it does not answer.
+    """Switch the hub's libraries to their cache if the job needs the hub and the hub is
+    unreachable.
 
-    Call it before these libraries are imported.
+    Call this before importing these libraries.
     """
     data_paths = [] if config.data is None else [path for _, path in config.data.training_paths]
     local_data = all(path.endswith(FILE_SUFFIXES) or Path(path).exists() for path in data_paths)
@@ -37,10 +38,10 @@ def check_hub(config: AnyTraining) -> None:
 
 
 def max_sequence_length(text_config: Any) -> int | None:
-    """Return the most tokens of a sequence of the student; None: no limit.
+    """Return the maximum number of tokens of a sequence of the student; None: no limit.
 
     `text_config`: the configuration of the student's text model. Logs a warning if LongRoPE sets
-    the limit: longer sequences have other rotary factors, and would change those beside them.
+    the limit: longer sequences use other rotary factors, also for the other sequences of a batch.
     """
     max_length: int | None = getattr(text_config, "max_position_embeddings", None)
     switch = rope_switch(text_config)
@@ -89,9 +90,8 @@ def check_vocabulary(teacher: Connection, tokens: Sequence[str], width: int) -> 
     """Return the number of ids that teacher and student have in common; see `common_ids`.
 
     `tokens`: the student's tokens by id. `width`: the number of the student's logits. Raises
-    WrongState if the two do not have the same token for every id, naming the first that differs, or
-    if their numbers of logits differ by more than padding; Unavailable if the teacher does not
-    answer.
+    WrongState if the tokens differ (the message names the first difference), or if the numbers of
+    logits differ by more than padding; Unavailable if the teacher does not answer.
     """
     info = teacher.info
     if tokenizer_fingerprint(tokens) != info.tokenizer_fingerprint:
@@ -103,7 +103,7 @@ def check_vocabulary(teacher: Connection, tokens: Sequence[str], width: int) -> 
 def check_width(teacher: Connection, tokens: Sequence[str], width: int) -> int:
     """Return the number of ids that teacher and student have in common; see `check_vocabulary`.
 
-    `tokens`: by id, of tokenizers that differ in their special tokens only.
+    `tokens`: tokens by id of tokenizers that differ only in special tokens.
     """
     info = teacher.info
     common = common_ids(width, info.vocab_size, teacher.label, tokens)
@@ -136,7 +136,7 @@ def check_stored_vocabulary(
 def check_stored_width(store: TrainingStore, tokens: Sequence[str], width: int) -> int:
     """Return the number of ids that the rows cover; see `check_stored_vocabulary`.
 
-    `tokens`: by id, of tokenizers that differ in their special tokens only.
+    `tokens`: tokens by id of tokenizers that differ only in special tokens.
     """
     stored_width = int(store.facts["vocab_size"])
     common_ids_count = common_ids(width, stored_width, store.label, tokens)

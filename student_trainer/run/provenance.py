@@ -1,4 +1,4 @@
-"""Writes environment.json and code.diff: the machine, packages and code that an attempt ran on."""
+"""Writes environment.json and code.diff: the machine, packages and code of an attempt."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ MAX_DIFF_BYTES = 1 << 20
 class SourceCode:
     """A git checkout. commit: the hash of HEAD. diff: the uncommitted changes of tracked files.
 
-    diff is cut at MAX_DIFF_BYTES; untracked files are not in it.
+    diff is truncated at MAX_DIFF_BYTES and excludes untracked files.
     """
 
     commit: str
@@ -74,8 +74,8 @@ class SourceCode:
 def source_code(root: Path) -> SourceCode | None:
     """Return the code of the git checkout whose top directory is `root`.
 
-    Returns None if `root` is not one (for example an installed package), or if git fails or takes
-    more than 5 s.
+    Returns None if `root` is no git checkout (for example an installed package), or if git fails or
+    takes more than 5 s.
     """
     try:
         if Path(_run_git(root, "rev-parse", "--show-toplevel").strip()) != root.resolve():

@@ -1,7 +1,7 @@
-"""The self-test of the student at the start: what training assumes of a model, on two sequences.
+"""The self-test of the student at the start. It tests the assumptions of training on two sequences.
 
-What fails chooses a safe path, and is logged in one line, or the job is refused before its first
-step. The teacher has a self-test too: `teacher_service/serving/self_test.py`.
+If a test fails, the job uses a safe alternative, which is logged in one line, or is refused before
+its first step. The self-test of the teacher is `teacher_service/serving/self_test.py`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _SHORT, _LONG, _TOP_K = 6, 11, 8
 class SelfTest:
     """The result of a self-test.
 
-    layout: how sequences share the lines of a batch. fused: whether the head is one linear layer,
-    scaled or capped. equal_lengths: whether only prompts of one length are sampled together.
-    untrained: names of the trainable weights that get no gradient.
+    layout: placement of sequences in the lines of a batch. fused: whether the head is a linear
+    layer, possibly scaled or capped. equal_lengths: whether only prompts of equal length are
+    sampled together. untrained: names of the trainable weights that get no gradient.
     """
 
     layout: Layout
@@ -59,11 +59,12 @@ def samples_in_trainer(config: TrainingJob) -> bool:
 
 
 def run_self_test(student: Replicated | Sharded, tokenizer: Any, *, samples: bool) -> SelfTest:
-    """Collective. Test the student, set whether it samples prompts of one length only, and log.
+    """Collective. Test the student, set its `equal_lengths`, and log the result.
 
-    Compares, on a short and a longer sequence: training mode with evaluation mode, to the bit; the
-    short one beside the longer one with itself alone; with `samples`, sampling with a forward pass.
-    Each trainable weight must get a finite gradient. The student is in evaluation mode afterwards.
+    The test uses a short and a longer sequence. It compares training mode with evaluation mode
+    (bit-identical), the short sequence in a batch with the short sequence alone, and, with
+    `samples`, sampling with a forward pass. Each trainable weight must get a finite gradient. The
+    student is in evaluation mode afterwards.
 
     Raises InvalidInput (`student.model` or `student.lora`) if there is no safe path.
     """
@@ -121,8 +122,8 @@ def _compare_passes(student: Replicated | Sharded, ids: Tensor) -> None:
 def _find_untrained(student: Replicated | Sharded, ids: Tensor) -> tuple[str, ...]:
     """Collective. Return the names of the trainable weights without a gradient.
 
-    Experts count as trained: other tokens call them. Raises InvalidInput for a gradient that is not
-    finite, and for an adapter without one.
+    Experts count as trained, because other tokens may call them. Raises InvalidInput for a
+    non-finite gradient, and for an adapter without a gradient.
     """
     trained = student.trained.train()
     with student.synchronized(is_last=True):

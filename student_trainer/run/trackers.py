@@ -1,7 +1,8 @@
-"""Trackers, which get the metrics besides metrics.jsonl: TensorBoard, Weights & Biases, trackio.
+"""Trackers that receive the metrics in addition to metrics.jsonl: TensorBoard, Weights & Biases,
+trackio.
 
-Trackers are third-party code and often need a third-party server. Each one runs in a thread of its
-own, which training never waits for. A tracker that raises is logged and not used again.
+Trackers are third-party code and often need a third-party server. Each tracker runs in its own
+thread, and training never waits for it. After an error, a tracker is logged and not used again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _SECONDS_TO_START = 30.0
 
 
 class ThreadedTracker:
-    """Runs a tracker in a thread of its own. Never raises, and waits only in `close`."""
+    """Runs a tracker in a separate thread. Never raises, and waits only in `close`."""
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         """Start the thread, which calls `make`. `name`: for log messages."""
@@ -65,7 +66,7 @@ class TensorBoard:
     """Writes TensorBoard event files into the run directory."""
 
     def __init__(self, run: RunDirectory, last_step: int | None) -> None:
-        """`last_step`: the step the run resumes from; older values of later steps are hidden."""
+        """`last_step`: step from which the run resumes. Older values of later steps are hidden."""
         from torch.utils.tensorboard import SummaryWriter
 
         first_hidden_step = None if last_step is None else last_step + 1
@@ -146,7 +147,9 @@ class Trackio:
 def start_trackers(
     track: TrackConfig, run: RunDirectory, last_step: int | None
 ) -> list[ThreadedTracker]:
-    """Start the trackers of the job's table `track`. `last_step`: the step it resumes from."""
+    """Start the trackers of the job's table `track`. `last_step`: the step from which the run
+    resumes.
+    """
     wandb, trackio = track.wandb, track.trackio
     trackers = []
     if track.tensorboard:

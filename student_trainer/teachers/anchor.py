@@ -2,8 +2,8 @@
 
     phi <- tau phi + (1 - tau) theta        every `update_period` optimizer updates
 
-theta is the student, phi the anchor, which starts as a copy of the student. With tau = 1 it never
-moves: the fixed reference model of plain GRPO. See EMA-PG (arXiv 2602.04417).
+theta is the student, phi the anchor, which starts as a copy of the student. With tau = 1, the
+anchor is the fixed reference model of plain GRPO. See EMA-PG (arXiv 2602.04417).
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Anchor:
         self.version = 0  # updates of the anchor
 
     def after_update(self) -> None:
-        """Count an update of the student, and move the anchor if the period is over.
+        """Count an update of the student. At the end of a period, update the anchor.
 
-        Call it once after each optimizer update, on every process. It does not communicate.
+        Call this once after each optimizer update, on every process. No communication.
         """
         self.updates += 1
         if self._tau == 1 or self.updates % self._update_period:
@@ -69,10 +69,11 @@ class Anchor:
 
     @contextmanager
     def in_student_place(self) -> Iterator[None]:
-        """Inside, the student has the anchor's weights, also in passes and inside `gathered()`.
+        """Within this context, the student has the anchor's weights, also in passes and in
+        `gathered()`.
 
-        All processes must enter and leave together. Values are swapped, not tensors, because DDP
-        and FSDP2 hold references to the student's tensors.
+        All processes must enter and leave the context together. Values are swapped, not tensors,
+        because DDP and FSDP2 hold references to the student's tensors.
         """
         self._swap_weights()
         try:
@@ -112,10 +113,10 @@ class Anchor:
         self.updates, self.version = updates, version
 
     def with_anchor_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the student's `weights` with the trainable ones replaced by the anchor's.
+        """Return the student's `weights`, with trainable weights replaced by the anchor's.
 
         `weights`: the student's parameter objects by name. A tensor with two names (tied weights)
-        stays one tensor with two names.
+        remains one tensor with two names.
         """
         by_id = {id(self._parameters[name]): copy for name, copy in self._copies.items()}
         return {name: by_id.get(id(weight), weight) for name, weight in weights.items()}

@@ -1,4 +1,4 @@
-"""Connections to the teacher services of a job. Imports no torch."""
+"""Connections to the teacher services of a job. Does not import torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ class Connection:
     label: str
 
     def narrowed_vocab_size(self, vocab_size: int) -> int | None:
-        """Return `vocab_size` if the teacher has more logits, otherwise None: use all logits."""
+        """Return `vocab_size` if the teacher has more logits; otherwise None, which selects all
+        logits.
+        """
         return vocab_size if vocab_size < self.info.vocab_size else None
 
 

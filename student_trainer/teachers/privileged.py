@@ -1,8 +1,8 @@
 """Privileged context: text before the prompt that only the anchor, or only the teacher, reads.
 
-The text is a template over the columns of the data. If it contains the solution or feedback, its
-reader knows more than the student, and the student learns to answer without that knowledge
-(self-distillation, for the anchor).
+The text is a template over the columns of the data. If the text contains the solution or feedback,
+its reader has more information than the student, and the student learns to answer without this
+information (for the anchor, this is self-distillation).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from student_trainer.teachers.teacher_input import TeacherInput
 
 
 class RemoteTeacher:
-    """Requests rows from a teacher service over gRPC; many requests are in flight at once."""
+    """Requests rows from a teacher service over gRPC, with many requests in flight."""
 
     any_time = True
 
@@ -33,7 +33,7 @@ class RemoteTeacher:
 
         `top_k`: rows at the teacher's own top-k ids; None: at the head ids of the rollouts.
         `temperature`: divides the teacher's logits. `f32`: log-probs as float32, not float16.
-        `tail_samples`: ids per row that the teacher draws from its tail; needs `top_k`.
+        `tail_samples`: ids per row that the teacher samples from its tail; needs `top_k`.
         `vocab_size`: rows of the softmax over the teacher's first `vocab_size` logits; None: over
         all logits. `teacher_input`: the teacher's input for a rollout; None: the student's ids.
         """
@@ -46,7 +46,7 @@ class RemoteTeacher:
         self._teacher_input = teacher_input or TeacherInput()
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
-        """Request one row per token of the completion; never blocks.
+        """Request one row per token of the completion, without blocking.
 
         Raises InvalidInput if the rollout is too large for one message, Corrupt if the file of an
         image has changed. The future raises the error that the service returned, or Unavailable
@@ -76,11 +76,11 @@ class RemoteTeacher:
         return rows if view.ids is None else map_future(rows, view.to_student_rows)
 
     def finish(self) -> None:
-        """Do nothing: the service answers each request on its view."""
+        """Do nothing, because the service answers each request separately."""
 
 
 def map_future(rows: Future[RowBlock], change: Callable[[RowBlock], RowBlock]) -> Future[RowBlock]:
-    """Return a future of the changed rows, or of the error of `rows` or `change`."""
+    """Return a future of the changed rows. It raises the error of `rows` or of `change`."""
     mapped: Future[RowBlock] = Future()
 
     def set_mapped(completed: Future[RowBlock]) -> None:

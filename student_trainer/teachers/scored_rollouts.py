@@ -1,4 +1,4 @@
-"""Rollouts with the teacher's rows: the teacher scores one batch while the next is sampled."""
+"""Rollouts with teacher rows: the teacher scores one batch while the next batch is sampled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PromptsOfStep = Callable[[int], tuple[Sequence[Prompt], Sequence[int]]]
 
 
 class RolloutsOfSteps(Protocol):
-    """Samples the rollouts of training steps and requests the teacher's rows of them."""
+    """Samples the rollouts of training steps and requests their teacher rows."""
 
     def of_step(self, step: int, prompts_of_step: PromptsOfStep) -> list[PendingRows]:
         """Collective. Return this process's rollouts of `step`, one for each of its prompts."""
@@ -28,7 +28,7 @@ class RolloutsOfSteps(Protocol):
 
 
 class ScoredRollouts:
-    """Samples rollouts in this process and requests the teacher's rows of them."""
+    """Samples rollouts in this process and requests their teacher rows."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class ScoredRollouts:
     def sample_and_score(
         self, prompts: Sequence[Prompt], numbers: Sequence[int]
     ) -> list[PendingRows]:
-        """Sample one rollout for each prompt and request its rows, without waiting for them.
+        """Sample one rollout per prompt and request its rows, without waiting for the rows.
 
         numbers[i]: the number of the rollout of prompts[i], which fixes its random stream. If this
         process samples, call it inside `student.gathered()`. Call `finish` outside afterwards.
@@ -67,14 +67,16 @@ class ScoredRollouts:
         return {}
 
     def sample(self, prompts: Sequence[Prompt], numbers: Sequence[int]) -> list[Rollout]:
-        """Collective. Sample one rollout for each prompt, as `sample_and_score`, without rows."""
+        """Collective. Sample one rollout per prompt as `sample_and_score` does, without requesting
+        rows.
+        """
         with sampling_context(self._student, self._rollouts):
             self._student.full.eval()
             batches = self._rollouts.generate(prompts, numbers, seed=self._seed)
             return [rollout for batch in batches for rollout in batch]
 
     def request_rows(self, rollouts: Sequence[Rollout]) -> list[PendingRows]:
-        """Request the rows of rollouts, without waiting for them."""
+        """Request the rows of rollouts, without waiting for the rows."""
         return [PendingRows(rollout, self._teacher.score(rollout)) for rollout in rollouts]
 
     def finish(self) -> None:

@@ -20,7 +20,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class PendingRows:
-    """A sequence whose rows may not have arrived yet; `wait` returns it as a ScoredSequence."""
+    """A sequence whose rows may not have arrived. `wait` returns a ScoredSequence."""
 
     sequence: TokenSequence
     rows: Future[RowBlock]
@@ -33,21 +33,20 @@ class PendingRows:
     def wait(self) -> ScoredSequence:
         """Wait for the rows, and return the sequence with the rows of its learned tokens.
 
-        Raises the error of the teacher source. Never waits forever, because the source has a time
-        limit of its own.
+        Raises the error of the teacher source. The wait is limited by the time limit of the source.
         """
         return ScoredSequence(self.sequence, self.sequence.learned_rows(self.rows.result()))
 
 
 def resolved(value: Value) -> Future[Value]:
-    """Return a future that already holds `value`."""
+    """Return a future that already has `value` as its result."""
     future: Future[Value] = Future()
     future.set_result(value)
     return future
 
 
 class TeacherSource(Protocol):
-    """Anything that returns rows for a rollout, one per token of `rollout.completion`."""
+    """A source of rows for a rollout, one row per token of `rollout.completion`."""
 
     @property
     def any_time(self) -> bool:
@@ -60,9 +59,9 @@ class TeacherSource(Protocol):
         """
 
     def finish(self) -> None:
-        """Collective. Compute the rows that `score` only collected.
+        """Collective. Compute the rows for which `score` only stored the rollouts.
 
-        Call it once per step, after the last `score`. A remote teacher does nothing here.
+        Call this once per step, after the last `score`. A remote teacher does nothing here.
         """
 
 

@@ -23,7 +23,7 @@ from student_trainer.teachers.privileged import privileged_prompt
 
 @dataclass(frozen=True)
 class TeacherInput:
-    """How a rollout is presented to a teacher, in place of the student's token ids.
+    """Converts a rollout from the student's token ids to the teacher's input.
 
     prompt: returns the prompt ids [P] of a rollout; None: the student's prompt. ids [V0] int32: a
     permutation, the teacher's id for each id of the student; None: both have the same ids.
@@ -46,7 +46,7 @@ class TeacherInput:
         return student_ids if self.ids is None else self.ids[student_ids]
 
     def to_student_rows(self, rows: RowBlock) -> RowBlock:
-        """Return rows with the student's ids in place of the teacher's."""
+        """Return rows with the teacher's ids replaced by the student's ids."""
         student_ids, samples = self._student_ids, rows.tail_sample_ids
         return replace(
             rows,
@@ -65,7 +65,7 @@ def teacher_prompt(
 ) -> Callable[[Rollout], Tensor]:
     """Return a function from a rollout to the prompt ids [P] int64 that the teacher reads.
 
-    `tokenizer`: the teacher's. `max_length`: limit of the tokens that it reads. See
+    `tokenizer`: the teacher's. `max_length`: maximum tokens of the teacher. See
     `privileged_prompt`, which gets `teacher.context`. Raises InvalidInput as `teacher_form` does.
     """
     form = teacher_form(config, tokenizer)
@@ -76,7 +76,7 @@ def teacher_form(config: OnPolicyJob | RLJob, tokenizer: Any) -> PromptFormat:
     """Return the format of the teacher's prompts, with the arguments of its chat template.
 
     The arguments are `teacher.template_arguments`; by default, those of the student's arguments
-    that the template names. Raises InvalidInput if the template does not fit the job's keys.
+    that the template uses. Raises InvalidInput if the template does not support the job's keys.
     """
     template = template_text(tokenizer.chat_template)
     assert config.teacher is not None, "it has prompts of its own"

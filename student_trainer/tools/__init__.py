@@ -1,1 +1,1 @@
-"""Programs that make small models and data sets for demos and tests, and measure accuracy."""
+"""Programs that create small models and data sets for demos and tests, and measure accuracy."""

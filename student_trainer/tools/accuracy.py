@@ -23,8 +23,8 @@ from student_trainer.rollouts.sampler import Sampler
 def accuracy(model_path: str, data: DataConfig, *, prompts: int, max_new_tokens: int) -> float:
     """Return the share of greedy answers that match the reference, in [0, 1].
 
-    `model_path`: a Hugging Face directory. `prompts`: the most prompts to use, chosen by seed 0.
-    Runs on a GPU if there is one. Raises InvalidInput if the data or the model cannot be read.
+    `model_path`: a Hugging Face directory. `prompts`: maximum number of prompts, sampled with seed
+    0. Runs on a GPU if there is one. Raises InvalidInput if the data or the model cannot be read.
     """
     student = StudentConfig(model=model_path)
     tokenizer = load_tokenizer(student)

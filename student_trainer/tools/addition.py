@@ -1,7 +1,7 @@
 """Write a data set of sums: two numbers below 100, the answer's digits reversed: `12+34=` -> `64`.
 
-Every pair is in exactly one of train.jsonl and heldout.jsonl (columns prompt, answer), so the
-held-out accuracy is the accuracy on prompts that were never trained on.
+Every pair is in exactly one of train.jsonl and heldout.jsonl (columns prompt, answer), so held-out
+prompts were never used in training.
 
     python -m student_trainer.tools.addition OUT_DIR [--seed N]
 """
@@ -17,7 +17,9 @@ HELD_OUT = 1000
 
 
 def examples() -> list[dict[str, str]]:
-    """Return all 10,000 pairs; reversed digits let a model write a sum in the order of carries."""
+    """Return all 10,000 pairs. Reversed digits allow a model to write a sum in the order of
+    carries.
+    """
     return [
         {"prompt": f"{a}+{b}=", "answer": str(a + b)[::-1]} for a in range(100) for b in range(100)
     ]

@@ -30,7 +30,7 @@ END = "<|end|>"
 
 @dataclass(frozen=True)
 class Text:
-    """One text. ids: its token ids. prompt: the number of first ids that are not learned."""
+    """One text. ids: its token ids. prompt: number of ids at the start that are not learned."""
 
     ids: list[int]
     prompt: int

@@ -253,7 +253,7 @@ class EvalConfig(Table):
 
 
 class SampledEvalConfig(EvalConfig):
-    """Held-out evaluation with one greedy answer per prompt, or with several sampled ones."""
+    """Held-out evaluation with one greedy answer, or several sampled answers, per prompt."""
 
     samples: Count = 1
     """Answers per held-out prompt: eval/reward and eval/accuracy are means over all (mean@n)."""

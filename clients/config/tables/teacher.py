@@ -1,4 +1,4 @@
-"""The table `teacher` of a job: the address of a teacher service, or a model to start one with."""
+"""The table `teacher` of a job: a running teacher service, or the model of a teacher to start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One chunk of rows between the matrix products: products to rows, and back to d(products).
+"""One chunk of rows: from the products of the head to rows, and back to the gradient of the
+products.
 
 Let a loss be a function of the head log-probs l_i, the tail log-mass T, the token log-prob l_y and
 the log-probs of samples of the tail, which are treated like l_y. Let g_i, g_T and g_y be its
@@ -29,7 +30,7 @@ _TRITON = importlib.util.find_spec("triton") is not None
 
 @dataclass(frozen=True)
 class Chunk:
-    """n rows, and the buffer [n, V] of their products, which `gradient` may overwrite.
+    """n rows, and the buffer [n, V] of their products. `gradient` may overwrite the buffer.
 
     `rows` and `entropy` [n] are in nats. The other tensors, [n], [n, K] or [n, M], are intermediate
     results that `gradient` needs.
@@ -93,8 +94,8 @@ class Chunk:
     def _place_samples(self, buffer: Tensor, samples: Tensor, scale: Tensor) -> None:
         """Write the entries of the samples, whose derivatives are `samples` [n, M].
 
-        An id may be sampled several times, and may be the token. Like the token's entry, the entry
-        of each id is summed in float32 first.
+        An id may be sampled several times, and may equal the token. As for the token, the entry of
+        each id is first summed in float32.
         """
         assert self.sample_ids is not None
         assert self.sample_in_head is not None

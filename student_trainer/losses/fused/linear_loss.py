@@ -28,7 +28,7 @@ _PLAIN = LogitMap()
 
 @dataclass(frozen=True)
 class FusedLoss:
-    """Result of a fused loss; only `loss_sum` can be differentiated, the others are detached.
+    """Result of a fused loss. Only `loss_sum` can be differentiated; the other fields are detached.
 
     loss_sum: a scalar, the sum over the rows. rows: Rows of N. metrics: [N] each; "loss" as
     `loss_fn` returned it, "entropy" of the student in nats.
@@ -148,9 +148,9 @@ def fused_linear_rows(
 ) -> tuple[Rows, Tensor]:
     """Return differentiable rows and the detached entropy [N] in nats, without [N, V] logits.
 
-    For losses of a row that depend on other rows: a ratio of whole sequences, a whitened advantage.
-    The backward pass computes the logits again, so the cost is four matrix products instead of
-    three. Arguments as in `fused_linear_loss`.
+    For losses in which a row depends on other rows, such as a ratio of whole sequences or a
+    whitened advantage. The backward pass computes the logits again, so the cost is four matrix
+    products instead of three. Arguments as in `fused_linear_loss`.
     """
     entropy, *rows = _FusedLinearRows.apply(  # type: ignore[no-untyped-call]
         *_prepare_inputs(hidden, weight, bias),

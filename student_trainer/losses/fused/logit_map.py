@@ -5,8 +5,9 @@ A product z = hidden . weight + bias of one id becomes the logit
     s z                   (s = 1: a plain linear head)
     c tanh(s z / c)       with a cap c, as in Gemma 2 (arXiv 2408.00118)
 
-which is then divided by the temperature T. A scale is another temperature, T/s, and costs nothing.
-With a cap, the derivative of a loss in a product has the factor s (1 - (logit / c)^2).
+which is then divided by the temperature T. A scale is equivalent to the temperature T/s and costs
+nothing. With a cap, the derivative of a loss with respect to a product has the factor s (1 - (logit
+/ c)^2).
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ class LogitCurve:
 
 @dataclass(frozen=True)
 class LogitMap:
-    """How products become logits. The default is that of a plain linear head.
+    """The map from products to logits. The default is a plain linear head.
 
-    vocab_size: only the first `vocab_size` ids have logits; None: all have. scale: s > 0. cap: c,
-    or None.
+    vocab_size: only the first `vocab_size` ids have logits; None: all ids. scale: s > 0. cap: c, or
+    None.
     """
 
     vocab_size: int | None = None

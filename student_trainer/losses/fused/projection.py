@@ -27,8 +27,8 @@ def logit_chunks(
     hidden [N, H] and weight [V, H] have one dtype; bias [V] or None. The logits [n, V] are not
     divided by the temperature. `chunk_rows`: rows per chunk; None chooses it by V and the device.
 
-    All chunks share one buffer. The caller may overwrite the logits, and must not use them after it
-    requests the next chunk. They are float32, or float64 for float64 states.
+    All chunks share one buffer. The caller may overwrite the logits, and must not use them after
+    requesting the next chunk. Logits are float32, or float64 for float64 states.
     """
     dtype = wide_dtype(hidden)
     if chunk_rows is None:
@@ -78,7 +78,8 @@ class HeadGradients:
     def add(self, index: slice, logit_gradients: Tensor, hidden: Tensor, weight: Tensor) -> None:
         """Add the gradients of one chunk. hidden [N, H] and weight [V, H]: as in `logit_chunks`.
 
-        V may be less than that of the weight in `__init__`: the gradient of the other rows is 0.
+        V may be smaller than the first dimension of the weight in `__init__`. The gradient of the
+        other rows is then 0.
 
         `logit_gradients` [n, V]: d(loss)/d(logits) of the chunk. `index`: its slice of the N rows.
         """
@@ -92,7 +93,7 @@ class HeadGradients:
             _add_product(self._weight_gradient[:count], logit_gradients.T, hidden[index])
 
     def scale_by(self, factor: Tensor | None) -> list[Tensor | None]:
-        """Return the three gradients, scaled in place by `factor`; call it once.
+        """Return the three gradients, scaled in place by `factor`. Call this method once.
 
         The order is hidden states, weight, bias. Each gradient has the dtype of its input.
         `factor`: a scalar; None leaves them as they are.

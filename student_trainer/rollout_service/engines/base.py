@@ -12,7 +12,7 @@ from student_trainer.rollouts.sampler import SampledTokens
 
 @dataclass(frozen=True)
 class RolloutEngineInfo:
-    """The model, the limits and the abilities of an engine.
+    """The model, the limits and the supported features of an engine.
 
     max_length: maximum tokens of one sequence; None: no limit. in_flight: the supported values of
     `WeightsVersion.in_flight`. lora_rank: rank of the adapters that its snapshots contain; 0: they
@@ -46,7 +46,7 @@ class RolloutEngine(Protocol):
 
         Running orders continue with the new weights, after "recompute" with a new KV cache. Raises
         Corrupt if the snapshot is incomplete or damaged, or if the engine's log-probs of the probe
-        differ from the trainer's: then no order may be sampled before a later `load` succeeds.
+        differ from the trainer's. No order may then be sampled before a later `load` succeeds.
         """
 
     def sample(self, order: Order) -> AsyncGenerator[tuple[int, SampledTokens], None]:
@@ -60,4 +60,4 @@ class RolloutEngine(Protocol):
         """Free the GPU's memory, weights included, until the next `load`. No order may run."""
 
     async def close(self) -> None:
-        """Stop the engine. Calling it twice is safe."""
+        """Stop the engine. May be called twice."""

@@ -37,9 +37,9 @@ Returned = TypeVar("Returned")
 class HfRolloutEngine:
     """A causal language model of transformers with float32 weights.
 
-    The sequences of an order are divided into batches as `HuggingFaceRollouts` divides prompts, so
-    the same order with the same weights gives bit-identical results, whatever other orders run. One
-    thread samples all batches; the oldest waiting order is next.
+    Sequences of an order are divided into batches as `HuggingFaceRollouts` divides prompts. The
+    same order with the same weights therefore gives bit-identical results, independent of other
+    orders. One thread samples all batches; the oldest waiting order is next.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class HfRolloutEngine:
         """Do nothing: this engine does not sleep."""
 
     async def close(self) -> None:
-        """Wait for the batch that is being sampled, and end the thread."""
+        """Wait for the running batch, and end the thread."""
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
 
     async def _in_thread(self, work: Callable[[], Returned]) -> Returned:
@@ -233,7 +233,7 @@ def _open_device(name: str) -> torch.device:
 
 
 class _TurnQueue:
-    """Gives the engine thread to one batch at a time; the batch of the oldest order first.
+    """Assigns the engine thread to one batch at a time, the batch of the oldest order first.
 
     An order whose client reads slowly is not in the queue, so it does not delay other orders.
     """
@@ -243,7 +243,9 @@ class _TurnQueue:
         self._queue: list[tuple[int, asyncio.Future[None]]] = []
 
     async def acquire(self, age: int) -> None:
-        """Wait for a turn. `age`: number of the order, which has at most one waiting batch."""
+        """Wait for the engine thread. `age`: number of the order, which has at most one waiting
+        batch.
+        """
         if not self._is_busy:
             self._is_busy = True
             return
@@ -257,7 +259,7 @@ class _TurnQueue:
             raise
 
     def release(self) -> None:
-        """End a turn."""
+        """Release the engine thread."""
         while self._queue:
             with suppress(asyncio.InvalidStateError):
                 heapq.heappop(self._queue)[1].set_result(None)

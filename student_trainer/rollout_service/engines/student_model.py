@@ -1,4 +1,4 @@
-"""The student of a rollout service: its options, and the check that a snapshot is of its model."""
+"""The student of a rollout service: its options, and the check that snapshots match its model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OTHER_MODEL = "start the rollout service with the --model and --lora-rank of th
 
 
 def student_config(model: str, dtype: str, lora_rank: int) -> StudentConfig:
-    """Return the student of the options `--model`, `--dtype` and `--lora-rank`.
+    """Return the student configuration for the options `--model`, `--dtype` and `--lora-rank`.
 
     `lora_rank`: rank of the student's adapters; snapshots then contain only the adapters. 0: the
     student has no adapters. Raises InvalidInput.
@@ -44,11 +44,10 @@ def snapshot_shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
 
 def open_version(version: WeightsVersion, shapes: Mapping[str, tuple[int, ...]]) -> Snapshot:
-    """Return the snapshot of a version whose weights have the names and shapes of the model.
+    """Return the snapshot of a version. Its weights must have the names and shapes of the model.
 
-    `shapes`: the `snapshot_shapes` of the model. Raises Corrupt if the snapshot is
-    incomplete, damaged, of another version or of another model; the message names the weight that
-    differs.
+    `shapes`: the `snapshot_shapes` of the model. Raises Corrupt if the snapshot is incomplete,
+    damaged, of another version or of another model; the message names the weight that differs.
     """
     snapshot = open_snapshot(version.directory)
     if snapshot.number != version.number:

@@ -1,9 +1,9 @@
 """The vllm engine: vLLM batches and schedules the sequences; this package's sampler draws tokens.
 
-The sampler runs in vLLM's worker, and the records of a sampled sequence stay there until the
-sequence has ended. They are then fetched as bytes, with one call for all sequences that have ended
-in the meantime, which vLLM answers between two steps. With tensor parallelism only rank 0 samples
-and keeps records; the other ranks receive its tokens, B ids per step.
+The sampler runs in vLLM's worker. The records of a sequence stay in the worker until the sequence
+has ended. One call then fetches, as bytes, the records of all sequences that have ended in the
+meantime. vLLM answers this call between two steps. With tensor parallelism only rank 0 samples and
+keeps records; the other ranks receive its tokens, B ids per step.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ class VllmRolloutEngine:
     """A causal language model that transformers and vLLM support, in vLLM's processes.
 
     The model starts with random weights until the first `load`. `model`: a Hugging Face directory
-    or hub id. `dtype`: of the computation; auto: bfloat16 on a GPU, else float32.
-    `lora_rank`: see `student_config`. `gpu_memory_share` is the part of each GPU's memory that vLLM
-    may use, in (0, 1]. `max_batch_tokens` is vLLM's limit of tokens per scheduler step. `sleeps`:
-    `sleep` frees the GPU's memory; needs a GPU.
+    or hub id. `dtype`: of the computation; auto: bfloat16 on a GPU, else float32. `lora_rank`: see
+    `student_config`. `gpu_memory_share` is the part of each GPU's memory that vLLM may use, in (0,
+    1]. `max_batch_tokens` is vLLM's limit of tokens per scheduler step. `sleeps`: `sleep` frees the
+    GPU's memory; needs a GPU.
 
     If a process of vLLM dies, or a load of weights fails after it has begun, this process exits
     with code 1. All methods must be called from one event loop.
 
     Raises InvalidInput if vLLM is not installed or does not start, or if the model or the dtype
-    cannot be used. An order must fit the limits of `info`: its sender checks that.
+    cannot be used. Orders must respect the limits of `info`; the caller checks this.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class VllmRolloutEngine:
     async def load(self, version: WeightsVersion) -> None:
         """Load the weights of a snapshot, and verify them; see `RolloutEngine.load`.
 
-        A load that has begun continues if the caller is cancelled.
+        A started load continues even if the caller is cancelled.
         """
         self._fault = f"the weights of version {version.number} are not loaded"
         snapshot = await asyncio.to_thread(open_version, version, self._shapes)
@@ -167,7 +167,7 @@ class VllmRolloutEngine:
             self._asleep = True
 
     async def close(self) -> None:
-        """Stop vLLM's processes. Calling it twice is safe."""
+        """Stop vLLM's processes. May be called twice."""
         self._watch.close()
         # Not in a thread: vLLM's own tasks would see its processes end, and log that as an error.
         self._llm.shutdown(SHUTDOWN_SECONDS)
@@ -269,7 +269,7 @@ class VllmRolloutEngine:
             self._submit(running_order, index)
 
     async def _follow_sequence(self, running_order: RunningOrder, index: int, salt: str) -> None:
-        """Let vLLM sample a sequence, and put its end or its error into the queue."""
+        """Sample a sequence with vLLM, and put its end or its error into the queue."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:

@@ -1,4 +1,4 @@
-"""The orders that vLLM's worker samples: their random numbers, their records, and each step.
+"""The orders that vLLM's worker samples: random numbers, records, and sampling steps.
 
 vLLM passes one row of logits per sequence in its batch; the order of the rows changes from step to
 step. Shapes: B sequences in the batch, V ids, N sequences of an order.
@@ -53,8 +53,8 @@ class WorkerOrders:
 
         names [B]: of the requests in the batch. fields_of: returns a request's `request_fields`, or
         None if it belongs to no order. positions [B]: of the new tokens; 0 for the first sampled
-        token. is_due [B]: False for a request whose prompt is not finished, which gets token 0. A
-        position that is sampled again replaces its record.
+        token. is_due [B]: False for a request whose prompt is not finished, which gets token 0. If
+        a position is sampled again, its record is replaced.
         """
         if names != self._names:
             self._names, self._groups = list(names), self._group_rows(names, fields_of)
@@ -89,7 +89,7 @@ class WorkerOrders:
         return [*self._orders[name].started_indices] if name in self._orders else []
 
     def drop(self, name: str) -> None:
-        """Forget an order; ignored for an unknown order, none of whose requests was scheduled."""
+        """Delete an order. Unknown orders, none of whose requests was scheduled, are ignored."""
         self._names, self._groups = [], []
         self._orders.pop(name, None)
 
@@ -165,7 +165,7 @@ class _Order:
 
 
 def _sparse_array(shape: tuple[int, int], dtype: DTypeLike) -> NDArray[Any]:
-    """Return an array that uses memory only for the pages that are written.
+    """Return an array that uses memory only for written pages.
 
     Most sequences end before their limit, so most of an order's arrays is never written.
     """

@@ -1,4 +1,4 @@
-"""The state of an order that vLLM samples: its ended sequences, and how they ended."""
+"""The state of an order during sampling with vLLM: its ended sequences and errors."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class EndedSequence:
 
 @dataclass(eq=False)
 class RunningOrder:
-    """An order that is being sampled. `name`: its name in vLLM's worker.
+    """An order during sampling. `name`: its name in vLLM's worker.
 
-    fault: the error because of which its tokens must not be used; None: they may be used. tasks:
-    the tasks that follow the sequences, by index in the order.
+    fault: the error that makes its tokens invalid, or None. tasks: the tasks that follow the
+    sequences, by index in the order.
     """
 
     name: str
@@ -51,16 +51,16 @@ class RunningOrder:
         self._queue.put_nowait(None)
 
     async def cancel(self, indices: Iterable[int]) -> None:
-        """Cancel the tasks of sequences, and wait until they have asked vLLM to end them."""
+        """Cancel the tasks of sequences, and wait until they have sent stop requests to vLLM."""
         tasks = [self.tasks[index] for index in indices]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def wait_for_ended(self) -> list[EndedSequence]:
-        """Wait for the end of a sequence; return all sequences that have ended by then.
+        """Wait for the end of a sequence, and return all sequences that have ended.
 
-        Their records have about _FETCH_BYTES at most. Raises the fault.
+        Limits the size of their records to about _FETCH_BYTES. Raises the fault.
         """
         settings = self.order.settings
         per_token = 16 + 4 * settings.top_k + 8 * settings.draws
@@ -77,9 +77,9 @@ class RunningOrder:
 
 
 def closed_length(tokens: list[int], first_new: int, marks: Marks) -> int | None:
-    """Return the length up to the first mark that is closed by a token from `first_new` on.
+    """Return the length up to the first mark that a token from `first_new` on completes.
 
-    None: no mark is closed.
+    None: no mark is complete.
     """
     ids = torch.tensor(tokens)
     for position in (first_new + marks.may_close(ids[first_new:]).nonzero().flatten()).tolist():

@@ -1,6 +1,6 @@
 """The part of the vllm rollout engine that runs inside vLLM's worker processes.
 
-It replaces vLLM's sampler, and loads snapshots of the weights.
+This part replaces vLLM's sampler, and loads snapshots of the weights.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RolloutWorker(_Worker):  # type: ignore[misc]
     def load_snapshot(self, directory: str, number: int, files: Sequence[str]) -> None:
         """Replace all weights, or all adapters, by those of a snapshot, `files` in `directory`.
 
-        No sequence may be scheduled meanwhile. An error leaves a model that must not be used.
+        No sequence may be scheduled during the load. After an error, the model must not be used.
         """
         snapshot = Snapshot(Path(directory), number, "", dict.fromkeys(files, ""))
         if self.lora_config is not None:
@@ -171,10 +171,10 @@ def _sample_trial(logits: Tensor) -> Tensor:
 
 
 def _repack_heads(model: torch.nn.Module) -> None:
-    """Repack the head's weights, of which vLLM has packed copies on a CPU.
+    """Repack the head's weights. On a CPU, vLLM uses packed copies of these weights.
 
-    vLLM does not repack a head that shares the weights of the embeddings, because it loads them as
-    embeddings: the head would silently keep its old weights.
+    If the head shares the weights of the embeddings, vLLM loads them as embeddings and does not
+    repack the head, which would silently keep its old weights.
     """
     if current_platform.is_cpu():
         for module in model.modules():
