@@ -1,4 +1,4 @@
-"""Selects jobs of a server by name, state, age, owner and labels, with the options for it."""
+"""Selects jobs of a server by name, state, age, owner and labels, and defines these options."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def seconds_of(text: str) -> float:
     return float(int(match[1]) * _SECONDS[match[2]])
 
 
-AllOption = Annotated[bool, typer.Option("--all", help="All jobs that the command can be for.")]
+AllOption = Annotated[bool, typer.Option("--all", help="All jobs to which the command applies.")]
 StateOption = Annotated[
     JobState | None,
     typer.Option(case_sensitive=False, help="All jobs in this state.", show_choices=True),
@@ -67,7 +67,7 @@ OlderThanOption = Annotated[
     str | None,
     typer.Option(
         metavar="TIME",
-        help="Only jobs that ended (or, if they have not, were submitted) at least this long ago,"
+        help="Only jobs that ended (unfinished jobs: were submitted) at least this long ago,"
         " such as 30d, 12h or 90m.",
     ),
 ]

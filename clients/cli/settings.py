@@ -47,7 +47,7 @@ JobsArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="JOB...",
-        help="Jobs, one after the other: id, an unambiguous prefix of it, or @last.",
+        help="Job ids, unambiguous prefixes of ids, or @last.",
         autocompletion=complete_job,
     ),
 ]

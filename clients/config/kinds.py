@@ -1,4 +1,4 @@
-"""The job classes by method: `method.type` selects the class of a job; their JSON Schema."""
+"""The job classes by method (`method.type` selects the class of a job), and their JSON Schema."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def place_of(text: str) -> str:
         raise InvalidInput("a URL begins with s3:// or gs://")
     bucket, _, prefix = path.rstrip("/").partition("/")
     if {".", ".."} & {*path.split("/")}:
-        raise InvalidInput("a URL has no part '.' or '..'", hint="write out where it leads")
+        raise InvalidInput("a URL has no part '.' or '..'", hint="write the full path")
     if not bucket or not prefix or "//" in path or any(character in path for character in "@?#"):
         raise InvalidInput(
             f"the URL is not {scheme}://BUCKET/PREFIX",

@@ -2,9 +2,8 @@
 
 Records, passages, server responses and model directories are read with these functions, so that all
 of them accept the same values. Each function raises ValueError whose message is a clause. The
-caller adds the location, the field and the remedy. Small files from untrusted directories, where a
-pipe could block and a sparse file could exceed memory, are read with `open_regular` and
-`read_document`.
+caller adds the location, the field and the remedy. `open_regular` and `read_document` read small
+files from untrusted directories, where a pipe could block and a sparse file could exceed memory.
 """
 
 from __future__ import annotations

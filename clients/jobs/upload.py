@@ -269,7 +269,7 @@ def _list_files(key: str, place: Path) -> LocalFiles:
             names = [path.relative_to(place).as_posix() for path in _folder_files(key, place)]
         source_by_path = {f"{place.name}/{name}": place / name for name in names}
     if not source_by_path:
-        raise InvalidInput(f"{place} has no files to send", field=key, hint="name another one")
+        raise InvalidInput(f"{place} has no files to send", field=key, hint="name a file")
     if len(source_by_path) > MAX_UPLOAD_FILES:
         raise InvalidInput(
             f"{place} has {len(source_by_path)} files; at most {MAX_UPLOAD_FILES} are sent",

@@ -133,9 +133,7 @@ def texts_in(path: str, columns: Sequence[str], max_records: int) -> list[str]:
     nonempty_texts = [text for text in texts if text]
     if not nonempty_texts:
         problem = f"no column {', '.join(columns)} with text" if columns else "no column with text"
-        raise InvalidInput(
-            f"there is {problem} in {path}", field="--data", hint="name it: --column"
-        )
+        raise InvalidInput(f"there is {problem} in {path}", field="--data", hint="set --column")
     return nonempty_texts
 
 

@@ -54,7 +54,7 @@ def check_gpus(config: JobConfig) -> None:
             f"there are {available_gpus} GPUs; train.processes needs {trainer_gpus} of them and the"
             f" engine {engine_gpus} more",
             field="rollouts.gpus",
-            hint="lower one of the two, or leave rollouts.gpus out to share the trainer's GPUs",
+            hint="reduce one of the keys, or omit rollouts.gpus to share the trainer's GPUs",
         )
 
 

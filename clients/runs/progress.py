@@ -190,7 +190,7 @@ def _disk_fault(error: OSError) -> Unavailable:
     return Unavailable(
         f"{(error.strerror or str(error)).lower()}{place}",
         field="disk",
-        hint="mend that; a job of a server then continues by itself",
+        hint="free or repair the disk; a job of a server then continues",
     )
 
 

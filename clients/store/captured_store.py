@@ -200,7 +200,7 @@ def _check_images(config: OfflineJob, store: CapturedStore) -> None:
     for is_compatible, key in rules if store.has_images else ():
         if not is_compatible:
             raise InvalidInput(
-                f"the prompts of the {store.label} have images, with which this key does not work",
+                f"the prompts of the {store.label} have images, which this key does not support",
                 field=key,
                 hint="leave it out, or give a store without images",
             )

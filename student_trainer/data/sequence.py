@@ -1,4 +1,4 @@
-"""The sequence of tokens that the student learns from, stored or sampled (a rollout)."""
+"""A token sequence for training, stored or sampled (a rollout)."""
 
 from __future__ import annotations
 

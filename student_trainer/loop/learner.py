@@ -1,4 +1,4 @@
-"""A method as the trainer sees it, and the updates of a step: gradients, student, anchor."""
+"""The interface of a method for the trainer, and the updates of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizer of the student's trainable weights, its learning rate, and clipped gradients."""
+"""The optimizer of the student's trainable weights, its learning rate, and gradient clipping."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ One step, in order:
    at its rank.
 2. Rows. A thread verifies and decodes the sequences up to two steps ahead of training
    (`clients/store/dataset.py`). `read` returns them as `PendingRows` (`teachers/source.py`) whose
-   rows are already there.
+   rows have already arrived.
 3. Mixture, only if `method.on_policy_fraction` > 0. For the first sequences of the step only the
    prompt is used: the student samples a completion (`rollouts/rollouts.py`) and a live teacher
    scores it (`teachers/scored_rollouts.py`): `SampledTokens` -> `Rollout` -> `PendingRows`. With a
@@ -19,10 +19,10 @@ One step, in order:
 5. Loss. `DistillationObjective` (`objectives/distillation.py`) computes the forward Top-k KL of
    each token (`losses/topk.py`) from the stored rows and the student's rows (`model/student.py`,
    which calls `losses/fused/linear_loss.py`). It adds `method.cross_entropy` times the
-   cross-entropy of the stored tokens.
-   A store with another tokenizer (`data.tokenizer`): the student reads its own tokens of the stored
-   texts (`cross_tokenizer/store.py`), and the loss is the cross-entropy with the rows of
-   word beginnings as control variates, or compares likelihoods (`cross_tokenizer/objectives.py`).
+   cross-entropy of the stored tokens. A store with another tokenizer (`data.tokenizer`): the
+   student reads its own tokens of the stored texts (`cross_tokenizer/store.py`), and the loss is
+   the cross-entropy with the rows of word beginnings as control variates, or compares likelihoods
+   (`cross_tokenizer/objectives.py`).
 6. Update. The trainer averages over all tokens of all processes, clips the gradient and runs AdamW.
 
 `prepare` reads and checks what the job needs, and `build` connects these parts. `assembly.py` calls

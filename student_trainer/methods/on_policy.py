@@ -1,4 +1,4 @@
-"""On-policy distillation: the student samples completions and learns from a teacher's rows of them.
+"""On-policy distillation: the student samples completions, the teacher scores them.
 
 One step, in order:
 
@@ -9,8 +9,8 @@ One step, in order:
    `SampledTokens` (`rollouts/sampler.py`) -> `Rollout` (`data/sequence.py`).
 3. Rows. `ScoredRollouts` (`teachers/scored_rollouts.py`) sends each batch of rollouts to the
    teacher service (`teachers/remote.py`) while the next batch is sampled: `Rollout` ->
-   `PendingRows` (`teachers/source.py`). With reverse KL the teacher scores the student's top-k
-   ids, which the sampler recorded, and ids that the sampler drew from the student's tail
+   `PendingRows` (`teachers/source.py`). With reverse KL the teacher scores the student's top-k ids,
+   which the sampler recorded, and ids that the sampler drew from the student's tail
    (`rollouts/sample_step.py`, tail mode `bucket+draws`). With forward KL it scores its own top-k
    ids and ids that it draws from its own tail (`bucket+teacher_samples`).
 4. Micro-batches. The learner (`loop/learner.py`) groups the sequences (`data/packing.py`), waits
@@ -18,10 +18,9 @@ One step, in order:
    (`ScoredSequence` -> `Batch`, both in `data/batch.py`).
 5. Loss. `DistillationObjective` (`objectives/distillation.py`) computes the Top-k KL of each token
    (`losses/topk.py`) from the teacher's rows and the student's (`model/student.py`, which calls
-   `losses/fused/linear_loss.py`).
-   A teacher with another tokenizer (`teacher.tokenizer`) reads its own tokens of the prompt and the
-   completion (`cross_tokenizer/teacher.py`), and the loss is the cost of words or answers
-   (`cross_tokenizer/objectives.py`, `cross_tokenizer/losses.py`).
+   `losses/fused/linear_loss.py`). A teacher with another tokenizer (`teacher.tokenizer`) reads its
+   own tokens of the prompt and the completion (`cross_tokenizer/teacher.py`), and the loss is the
+   cost of words or answers (`cross_tokenizer/objectives.py`, `cross_tokenizer/losses.py`).
 6. Update. The trainer averages over all tokens of all processes, clips the gradient and runs AdamW.
 
 `prepare` reads and checks what the job needs, and `build` connects these parts. `assembly.py` calls

@@ -1,4 +1,4 @@
-"""Reinforcement learning (GRPO, EMA-PG): groups of answers with rewards, and a KL to other models.
+"""Reinforcement learning (GRPO, EMA-PG): groups of answers with rewards, and KL penalties.
 
 One step, in order:
 
@@ -9,8 +9,8 @@ One step, in order:
    prompts before 3.
 2. Rollouts. `HuggingFaceRollouts` (`rollouts/rollouts.py`) samples one completion for each prompt;
    with a table `environment`, `SearchRollouts` (`rollouts/search.py`) samples several turns. With a
-   table `rollouts`, an engine does so (`rollout_client/engine_rollouts.py`):
-   `SampledTokens` (`rollouts/sampler.py`) -> `Rollout` (`data/sequence.py`).
+   table `rollouts`, an engine does so (`rollout_client/engine_rollouts.py`): `SampledTokens`
+   (`rollouts/sampler.py`) -> `Rollout` (`data/sequence.py`).
 3. Rows of the first teacher source. `ScoredRollouts` (`teachers/scored_rollouts.py`) requests them
    for each rollout: `Rollout` -> `PendingRows` (`teachers/source.py`). The sources are the teacher
    service (`teachers/remote.py`), if the job has one, then the anchor (`teachers/anchor.py`), if
@@ -21,15 +21,15 @@ One step, in order:
    (`critic.py`), which also trains the critic.
 7. Weights. `sequence_weights` (`losses/aggregate.py`) returns the weight of each answer. The
    rollout, its rows, its advantage and its weight become one `PendingRLSequence`.
-8. Log-probs of p_old, the student before the first update (`OldPolicy`), for the
-   policy gradient of the updates after the first one. The updates are repeated
-   `method.epochs_per_step` times.
+8. Log-probs of p_old, the student before the first update (`OldPolicy`), for the policy gradient of
+   the updates after the first one. The updates are repeated `method.epochs_per_step` times.
 9. Micro-batches, for each update. The learner (`loop/learner.py`) groups the sequences
    (`data/packing.py`), waits for the rows of one group (`PendingRLSequence` -> `RLSequence`) and
    makes its tensors (`RLSequence` -> `RLBatch`, both in `objectives/rl.py`).
 10. Loss. `RLObjective` (`objectives/rl.py`) computes the clipped policy gradient
-   (`losses/policy.py`) and the KL to each source (`losses/topk.py`, `losses/sampled.py`) from their
-   rows and the student's rows (`model/student.py`, which calls `losses/fused/linear_loss.py`).
+    (`losses/policy.py`) and the KL to each source (`losses/topk.py`, `losses/sampled.py`) from
+    their rows and the student's rows (`model/student.py`, which calls
+    `losses/fused/linear_loss.py`).
 11. Update. The trainer divides by the sum of the weights of all processes, clips the gradient, runs
     AdamW and calls `Anchor.after_update`.
 

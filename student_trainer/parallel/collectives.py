@@ -1,4 +1,4 @@
-"""Operations that all processes call together: reduced numbers and shared errors.
+"""Collectives over all processes: reduced numbers and shared errors.
 
 If a process stopped while others are in a collective, they would wait until the time limit of
 `time_limit`.

@@ -1,12 +1,12 @@
-"""Fails the orders of a job whose rollout services are lost, or that is asked to stop.
+"""Fails the orders of a job whose rollout services are lost, or that has a stop request.
 
-Only the main process starts services, so only it learns that they will not be restarted. Clients in
-the other processes would retry until their patience ends, and then raise another error. So the main
-process writes the error to a file, which the other processes poll.
+Only the main process starts services and detects that they will not be restarted. Clients in the
+other processes would retry until their patience ends, and then raise another error. The main
+process therefore writes the error to a file, which the other processes poll.
 
-A job that is asked to stop writes a last checkpoint, which waits for the rollouts of later steps.
-An engine that hangs, or that samples long answers, could take longer than the time after which a
-server kills the trainer.
+After a stop request, a job writes a last checkpoint, which waits for the rollouts of later steps.
+An engine that hangs, or samples long answers, could exceed the time after which a server kills the
+trainer.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def open_snapshot(directory: Path) -> Snapshot:
         real_directory = directory.resolve()
         for name in snapshot.files:
             if (real_directory / name).resolve().parent != real_directory:
-                raise Corrupt(f"{directory} names {name!r}, a file outside it")
+                raise Corrupt(f"{directory} names {name!r}, a file outside the directory")
         damaged_files = [
             name
             for name, digest in snapshot.files.items()

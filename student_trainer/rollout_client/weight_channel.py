@@ -1,11 +1,10 @@
-"""How the student's weights reach the rollout engines: the interface, and the channel of files.
+"""Transfers the student's weights to the rollout engines: the interface, and the channel of files.
 
-`FileChannel` is the only channel; engines open what it writes with `snapshot.py`. Every channel
-keeps these promises, which tests/student_trainer/rollout_service/test_weight_channel.py checks:
+`FileChannel` is the only channel. Engines open its files with `snapshot.py`. Every channel has
+these properties, which tests/student_trainer/rollout_service/test_weight_channel.py checks:
 
-- An engine samples an order with the verified weights of the order's version, or fails it.
-- Trainers that share engines never wait for each other, whatever the order and the names in which
-  they list the engines.
+- An engine samples an order with the verified weights of the order's version, or fails the order.
+- Trainers that share engines never wait for each other, for any order and any names of the engines.
 - A trainer that is stopped or killed at any point of `publish` delays no other trainer.
 - An engine that was restarted, or has moved to another machine, gets every version that an order
   may still name.

@@ -1,4 +1,4 @@
-"""Rollouts: the interface of their samplers, and one completion per prompt with transformers."""
+"""The interface of rollout samplers, and single-turn sampling with transformers."""
 
 from __future__ import annotations
 

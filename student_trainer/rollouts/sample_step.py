@@ -1,8 +1,8 @@
 """One step of sampling: from the logits of B sequences to their next tokens and the records.
 
-The samplers of all engines call it, so that the same logits and random numbers give the same
-tokens. `draw_tail` draws ids from the tail of the policy, for tail mode `bucket+draws`.
-Shapes: B sequences, V ids, k head ids, M draws; in `draw_tail` N rows.
+All engines use this function, so equal logits and random numbers give equal tokens. `draw_tail`
+draws ids from the tail of the policy, for tail mode `bucket+draws`. Shapes: B sequences, V ids, k
+head ids, M draws; in `draw_tail` N rows.
 """
 
 from __future__ import annotations

@@ -23,21 +23,22 @@ from clients.config.sft import SFTJob
 from tests.architecture.command_reference import format_sections
 
 OFFLINE = """\
-Training from a store (`method.type = "offline"`) has `student`, `train`, `eval`, `checkpoint`,
-`export` and `track` as above. Of `data`, `method` and `teacher` these are its own:"""
+Offline training (`method.type = "offline"`) has the tables `student`, `train`, `eval`,
+`checkpoint`, `export` and `track` as above. Its tables `data`, `method` and `teacher` are:"""
 RL = """\
-Learning from rewards (`method.type = "rl"`) has `student`, `data`, `teacher` (without `top_k`),
-`train`, `eval`, `checkpoint`, `export` and `track` as above. These are its own:"""
+Reinforcement learning (`method.type = "rl"`) has the tables `student`, `data`, `teacher` (without
+`top_k`), `train`, `eval`, `checkpoint`, `export` and `track` as above. Its further keys are:"""
 SFT = """\
-Supervised fine-tuning (`method.type = "sft"`) has `student`, `data` (without `teacher_column`),
-`train`, `eval`, `checkpoint`, `export` and `track` as above. These are its own:"""
+Supervised fine-tuning (`method.type = "sft"`) has the tables `student`, `data` (without
+`teacher_column`), `train`, `eval`, `checkpoint`, `export` and `track` as above. Its further keys
+are:"""
 CAPTURE = """\
-A capture (`method.type = "capture"`) has no tables but `student`, `teacher`, `data` and `method`.
-Of their keys these are its own:"""
+A capture (`method.type = "capture"`) has only the tables `student`, `teacher`, `data` and
+`method`. Its further keys are:"""
 
 EVAL = """\
-An evaluation (`method.type = "eval"`) has no tables but `student`, `data`, `reward` (as in RL),
-`method` and `resources`. Of their keys these are its own:"""
+An evaluation (`method.type = "eval"`) has only the tables `student`, `data`, `reward` (as in
+RL), `method` and `resources`. Its further keys are:"""
 
 DOCS = Path(__file__).parents[2] / "docs"
 BEGIN, END = "<!-- reference: begin -->\n", "<!-- reference: end -->"
@@ -58,7 +59,7 @@ def format_rows(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def format_tables() -> str:
-    head = ["| key | default | |", "|---|---|---|"]
+    head = ["| key | default | meaning |", "|---|---|---|"]
     training = [*format_rows(OnPolicyJob)]
     lines = [*head, *training]
     other_kinds = ((RL, RLJob), (SFT, SFTJob), (CAPTURE, CaptureJob), (EVAL, EvalJob))

@@ -75,7 +75,7 @@ def exam(
     data: Annotated[str, typer.Option(help="A .jsonl or .parquet file, or a hub data set.")] = "",
     sets: KeysOption = None,
     prompts: Annotated[
-        int, typer.Option(help="Number of prompts, sampled by the seed; 0 means all.")
+        int, typer.Option(help="Number of prompts, sampled with the seed; 0 means all.")
     ] = 0,
     samples: Annotated[int, typer.Option(help="Answers per prompt.")] = 32,
     temperature: Annotated[
@@ -85,14 +85,16 @@ def exam(
         float,
         typer.Option(help="Nucleus sampling: probability mass of the tokens to sample from."),
     ] = 0.9,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of one answer.")] = 1024,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of an answer.")] = 1024,
     seed: Annotated[
-        int, typer.Option(help="Seed of the choice of prompts and of the sampling.")
+        int, typer.Option(help="Seed of the selection of prompts and of sampling.")
     ] = 0,
     out: OutOption = "",
     endpoint: EndpointOption = "",
     api: Annotated[str, typer.Option(help="API of the endpoint: chat or completions.")] = "chat",
-    in_flight: Annotated[int, typer.Option(help="Most concurrent requests to the endpoint.")] = 64,
+    in_flight: Annotated[
+        int, typer.Option(help="Maximum number of concurrent requests to the endpoint.")
+    ] = 64,
     patience: Annotated[
         float, typer.Option(help="Seconds to wait for one answer of the endpoint.")
     ] = 600.0,

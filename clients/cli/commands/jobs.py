@@ -81,7 +81,7 @@ def table(
             "--metric",
             "-m",
             metavar="METRIC",
-            help="Show this metric; by default the one that chooses the best checkpoint.",
+            help="Show this metric; by default the metric that selects the best checkpoint.",
         ),
     ] = "",
 ) -> None:
@@ -215,7 +215,9 @@ def rm(
 def pin(
     context: typer.Context,
     jobs: JobsArgument,
-    off: Annotated[bool, typer.Option("--off", help="Let the jobs be removed again.")] = False,
+    off: Annotated[
+        bool, typer.Option("--off", help="Allow the removal of the jobs again.")
+    ] = False,
 ) -> None:
     """Protect jobs from removal by `distill rm` and by the server's --keep-days."""
     settings = settings_of(context)
@@ -234,7 +236,7 @@ def _confirm_removal(output: Output, jobs: Sequence[Job]) -> None:
     description = jobs[0].id if len(jobs) == 1 else f"{len(jobs)} jobs"
     if not sys.stdin.isatty():
         raise InvalidInput(
-            f"removes {description} for good", field="--yes", hint="give it to confirm"
+            f"permanently removes {description}", field="--yes", hint="pass --yes to confirm"
         )
     for job in jobs if len(jobs) > 1 else ():
         output.say(f"{job.id} {job.state}")

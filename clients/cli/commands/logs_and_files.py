@@ -71,7 +71,7 @@ def pull(
         str,
         typer.Option(
             metavar="best|last|STEP",
-            help="Checkpoint to download instead of the export; best: the best by evaluation.",
+            help="Checkpoint to download instead of the export; best: best by evaluation.",
         ),
     ] = "",
     destination: Annotated[

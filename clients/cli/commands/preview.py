@@ -58,7 +58,7 @@ def preview(
     config = load_job(job, sets or []).config
     if not config.preview_program:
         raise InvalidInput(
-            "an evaluation learns nothing", field="method.type", hint="preview a job that trains"
+            "an evaluation trains nothing", field="method.type", hint="preview a job that trains"
         )
     require_extra("train", "a preview", field="JOB.toml")
     check_files(config)

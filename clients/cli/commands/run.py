@@ -38,7 +38,7 @@ def run(
         typer.Option(
             "--dir",
             metavar="DIR",
-            help="Run directory: made for a new job, resumed as --resume does if it exists."
+            help="Run directory: created for a new job, resumed as with --resume if it exists."
             " For batch scripts that are started again.",
         ),
     ] = None,

@@ -102,7 +102,7 @@ def import_(
     top_k: Annotated[
         int | None, typer.Option(min=1, help="Head ids to keep per row; default: all.")
     ] = None,
-    teacher: Annotated[str, typer.Option(help="Name of the teacher, for people.")] = "",
+    teacher: Annotated[str, typer.Option(help="Display name of the teacher.")] = "",
 ) -> None:
     """Create a store from log-probs dumped by vLLM; see docs/capture.md."""
     from clients.store.import_dump import Dump, import_dump
@@ -117,10 +117,10 @@ def sample(
     context: typer.Context,
     store: StoreArgument,
     sequence: Annotated[
-        int, typer.Option(help="Number of the sequence, from 0; -1 is the last.")
+        int, typer.Option(help="Index of the sequence, from 0; -1 is the last.")
     ] = 0,
-    rows: Annotated[int, typer.Option(min=1, help="Most rows to show.")] = 8,
-    head: Annotated[int, typer.Option(min=1, help="Most head ids to show per row.")] = 4,
+    rows: Annotated[int, typer.Option(min=1, help="Maximum number of rows to show.")] = 8,
+    head: Annotated[int, typer.Option(min=1, help="Maximum number of head ids per row.")] = 4,
     tokenizer: Annotated[
         Path | None,
         typer.Option(

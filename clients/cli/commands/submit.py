@@ -48,7 +48,7 @@ def submit(
     timeout: TimeoutOption = None,
     key: Annotated[
         str,
-        typer.Option("--key", help="Submitting again with the same key returns the same job."),
+        typer.Option("--key", help="A second submission with the same key returns the same job."),
     ] = "",
     upload: Annotated[
         bool,

@@ -28,14 +28,14 @@ def token(
     context: typer.Context,
     role: Annotated[RoleName, typer.Option(help="Role of the token.")] = RoleName.READ,
     owner: Annotated[
-        str, typer.Option(metavar="NAME", help="Who has the token: the owner of its jobs.")
+        str, typer.Option(metavar="NAME", help="Owner of the token and of its jobs.")
     ] = "",
     jobs: Annotated[
         int | None,
-        typer.Option(min=0, help="Jobs of the owner that run at once; further ones wait."),
+        typer.Option(min=0, help="Maximum number of running jobs of the owner; further jobs wait."),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=0, help="GPUs that these jobs may hold at once.")
+        int | None, typer.Option(min=0, help="Maximum number of GPUs of these jobs together.")
     ] = None,
 ) -> None:
     """Generate a token and print its line for a server's --token-file: ROLE TOKEN [owner=NAME]."""

@@ -1,4 +1,4 @@
-"""Tables and types that several methods share, and the rules of keys that have no effect.
+"""Tables and types that several methods share, and the rules about keys without effect.
 
 The string under each field is its description in docs/reference.md and `distill config schema`.
 """

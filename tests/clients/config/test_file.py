@@ -105,8 +105,8 @@ def test_the_same_of_yaml(job_file: Write) -> None:
         (HEAD + "[eval]\nzzzz = 2", "a.toml:6: eval.zzzz: unknown key"),
         (HEAD + MIX + "share = 0.5\n" + MIX + "shar = 0.2\n",
          "a.toml: 2 problems\n"
-         "  a.toml:8: data.mix.1.share: missing; Its share of the prompts of every step;"
-         " the rest comes from `data.path`\n"
+         "  a.toml:8: data.mix.1.share: missing; Share of the prompts of every step;"
+         " the remaining prompts come from `data.path`\n"
          "  a.toml:10: data.mix.1.shar: unknown key; did you mean 'share'?"),
         (HEAD + MIX + "share = 1.5\n",
          "a.toml:7: data.mix.0.share: must be less than 1 (got 1.5)"),
@@ -114,8 +114,8 @@ def test_the_same_of_yaml(job_file: Write) -> None:
          "a.toml:5: data.mix: the shares must add up to less than 1; data.path has the rest"),
         (HEAD + MIX + "weight = 0.5\n",
          "a.toml: 2 problems\n"
-         "  a.toml:5: data.mix.0.share: missing; Its share of the prompts of every step;"
-         " the rest comes from `data.path`\n"
+         "  a.toml:5: data.mix.0.share: missing; Share of the prompts of every step;"
+         " the remaining prompts come from `data.path`\n"
          "  a.toml:7: data.mix.0.weight: unknown key; the keys of data.mix.0 are"
          " 'path', 'share', 'name', 'split'"),
         (HEAD + "mix = { path = 'b', share = 0.7 }",

@@ -41,7 +41,7 @@ def test_the_commands(server: Server, client: DistillClient, capsys: Capture) ->
     assert distill("pin", finished_jobs[0].id) == 0
     assert capsys.readouterr().out == f"{finished_jobs[0].id} pinned\n"
     assert distill("rm", "--all") == ExitCode.USAGE
-    assert "--yes: removes 5 jobs for good; give it to confirm" in capsys.readouterr().err
+    assert "--yes: permanently removes 5 jobs; pass --yes to confirm" in capsys.readouterr().err
     assert distill("--json", "rm", "--all", "--yes") == ExitCode.WRONG_STATE
     output = capsys.readouterr()
     removed_ids = {job["id"] for job in json.loads(output.out)["jobs"]}
