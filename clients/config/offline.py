@@ -37,7 +37,7 @@ class OfflineData(PromptKeys):
     prompt_column: str = "prompt"
     """Column of `eval_prompts` and `prompts` with the prompt."""
     messages_column: Name | None = None
-    """Column of `eval_prompts` and `prompts` with a conversation instead; as in `on_policy`."""
+    """Column of `eval_prompts` and `prompts` with a conversation instead of a prompt."""
     answer_column: str = "answer"
     """Column of `eval_prompts` with the reference answer."""
 

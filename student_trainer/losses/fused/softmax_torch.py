@@ -69,7 +69,7 @@ def _subtract_top(
 def scaled_exp(
     logits: Tensor, top: Tensor, scale: Tensor, curve: LogitCurve, out: Tensor
 ) -> Tensor:
-    """Write row i of `logits`, as `tail_statistics` left it, times scale[i] into `out`.
+    """Write row i of `logits`, the output of `tail_statistics`, times scale[i] into `out`.
 
     `logits` [n, V]; `scale` [n]; `out` [n, V], may be `logits`, and is returned. `top` and `curve`
     are not used; the Triton version needs them.
