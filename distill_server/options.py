@@ -51,8 +51,8 @@ GiveUpAfterOption = Annotated[
     float,
     typer.Option(
         metavar="HOURS",
-        help="Hours that a job may wait without progress, for a teacher that is away for example,"
-        " before it is FAILED.",
+        help="Hours that a job may wait without progress, for example for an unreachable teacher."
+        " Then the job is FAILED.",
         min=0,
     ),
 ]
@@ -61,7 +61,7 @@ KeepDaysOption = Annotated[
     typer.Option(
         metavar="DAYS",
         help="Remove jobs, with their files, this many days after their end. Default: keep them."
-        " Pinned jobs are kept, and those that a kept job comes after.",
+        " Pinned jobs are kept, and so are jobs that a kept job depends on.",
         min=0,
     ),
 ]
@@ -69,7 +69,7 @@ BackupOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Copy the job database to this new file, also while a server uses it, and exit.",
+        help="Copy the job database to this new file and exit. A server may be running.",
     ),
 ]
 ImportOption = Annotated[
@@ -77,8 +77,8 @@ ImportOption = Annotated[
     typer.Option(
         "--import",
         metavar="DIR",
-        help="Make jobs of the run directories in DIR, tell what became of each, and exit. They are"
-        " copied to --runs, unless DIR is --runs. No server may be running.",
+        help="Create jobs from the run directories in DIR, print the result for each, and exit. The"
+        " directories are copied to --runs, unless DIR is --runs. No server may be running.",
     ),
 ]
 DatabaseOption = Annotated[
@@ -92,8 +92,8 @@ OnEndOption = Annotated[
     str | None,
     typer.Option(
         metavar="COMMAND",
-        help="Run this command when a job has SUCCEEDED, FAILED or is CANCELLED, with the job's"
-        " record as JSON on its standard input, for at most 30 s. No shell reads it.",
+        help="Run this command when a job is SUCCEEDED, FAILED or CANCELLED, for at most 30 s. Its"
+        " standard input is the job's record as JSON. No shell interprets the command.",
     ),
 ]
 RayOption = Annotated[
@@ -101,15 +101,15 @@ RayOption = Annotated[
     typer.Option(
         metavar="ADDRESS",
         help="Run the jobs on the Ray cluster with this dashboard, http://HOST:8265. --gpus and"
-        " --cpus limit what all jobs together use of the cluster.",
+        " --cpus limit the resources of all jobs together.",
     ),
 ]
 SlurmOption = Annotated[
     bool,
     typer.Option(
         "--slurm",
-        help="Run the jobs with Slurm, where this machine can submit jobs. --gpus and --cpus limit"
-        " what all jobs together use of the cluster.",
+        help="Run the jobs with Slurm. This machine must be able to submit Slurm jobs. --gpus and"
+        " --cpus limit the resources of all jobs together.",
     ),
 ]
 SlurmOptionsOption = Annotated[

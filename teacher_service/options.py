@@ -10,7 +10,7 @@ import typer
 EngineOption = Annotated[
     str,
     typer.Option(
-        help="Scoring engine: hf, vllm, endpoint (somebody else's vLLM server, whose address is "
+        help="Scoring engine: hf, vllm, endpoint (an external vLLM server at the address "
         "--model), or fake (rows from a hash, for tests)."
     ),
 ]
@@ -25,7 +25,7 @@ AdapterOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=DIR",
-        help="LoRA adapter that requests may name, in peft's format; may be repeated (hf, vllm).",
+        help="LoRA adapter for requests, in peft's format; may be repeated (hf, vllm).",
     ),
 ]
 EngineOptionOption = Annotated[
@@ -41,7 +41,7 @@ HttpPortOption = Annotated[
     typer.Option(
         min=0,
         max=65535,
-        help="Also answer HTTP on this port, as vLLM (/v1/completions) does; 0: any free port. "
+        help="Also serve HTTP on this port, like vLLM (/v1/completions); 0: any free port. "
         "Default: no HTTP.",
     ),
 ]
@@ -51,9 +51,9 @@ DtypeOption = Annotated[
 DeviceMapOption = Annotated[
     str | None,
     typer.Option(
-        help="auto: divide the layers over all GPUs, then the CPU's memory, then the disk, for a "
-        "model that one GPU does not hold; --gpu-memory-share is of the free memory (hf). Default: "
-        "the model is on --device."
+        help="auto: place layers on all GPUs, then in CPU memory, then on disk, for a model that "
+        "exceeds one GPU; --gpu-memory-share then refers to free memory (hf). Default: the whole "
+        "model is on --device."
     ),
 ]
 MaxTopKOption = Annotated[int, typer.Option(min=1, help="Largest number of head ids of a row.")]

@@ -67,7 +67,7 @@ MetricsPortOption = Annotated[
 ]
 MetricsHostOption = Annotated[
     str,
-    typer.Option(help="Address of that page. It needs no token; it has numbers, but no contents."),
+    typer.Option(help="Address of this page. The page needs no token and contains only metrics."),
 ]
 ModelOption = Annotated[str, typer.Option(help="Hugging Face directory or hub id of the model.")]
 DeviceOption = Annotated[str, typer.Option(help="Device of the model: auto, cpu, cuda or cuda:1.")]

@@ -34,24 +34,24 @@ EngineOption = Annotated[str, typer.Option(help="Engine that samples: hf (transf
 DtypeOption = Annotated[
     str,
     typer.Option(
-        help="Dtype of the computation, as student.dtype of the job: float32, bfloat16, or auto"
-        " (bfloat16 on a GPU that has it)."
+        help="Compute dtype, as student.dtype of the job: float32, bfloat16, or auto (bfloat16 on a"
+        " GPU that supports it)."
     ),
 ]
 LoraRankOption = Annotated[
     int,
     typer.Option(
         min=0,
-        help="Rank of the student's adapters, student.lora.rank of the job: only the adapters are"
-        " loaded again and again. Default: all weights are, with the adapters merged into them.",
+        help="Rank of the student's adapters, student.lora.rank of the job. New versions then"
+        " contain only the adapters. Default: versions contain all weights, with merged adapters.",
     ),
 ]
 MaxBatchTokensOption = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Largest number of tokens of a step of the engine (vllm). Default: 16384. With hf,"
-        " each order has its own.",
+        help="Maximum number of tokens of an engine step (vllm). Default: 16384. With hf, each"
+        " order sets this number.",
     ),
 ]
 SleepOption = Annotated[
