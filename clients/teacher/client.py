@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, as_completed
+from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -42,8 +43,8 @@ log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 128
 MAX_PREFETCH_BYTES = 256 << 20
-# A teacher that computes one huge batch sends nothing although it is healthy: wait this many times
-# `patience_seconds` for it.
+# A teacher that computes one huge batch scores nothing although it is healthy: wait this many times
+# `patience_seconds` for it. While it scores requests of others, ours wait in its queue.
 _BUSY_FACTOR = 10
 _ENVELOPE_BYTES = 1024
 
@@ -58,9 +59,9 @@ class TeacherClient:
     scoring.
 
     All unfinished requests fail with Unavailable if no message arrives for `patience_seconds` and
-    no teacher answers a health check, or if a teacher answers health checks but sends no row for
-    ten times as long. They fail with WrongState if a teacher reconnects with other weights and no
-    other teacher is connected.
+    no teacher answers a health check, or if a teacher answers health checks but scores nothing for
+    ten times as long, for any client. They fail with WrongState if a teacher reconnects with other
+    weights and no other teacher is connected.
 
     Rows are prefetched up to `max_prefetch_bytes`. The limit does not apply to a request whose
     future a caller waits for, with `result`, `concurrent.futures.wait`, `as_completed` or a
@@ -278,19 +279,42 @@ class TeacherClient:
     def _watch_for_stall(self) -> None:
         patience = self._patience_seconds
         probe_seconds = min(CONNECT_SECONDS, patience / 2)
-        alive_at = 0.0
+        alive_at = moved_at = warned_at = 0.0
+        loads: Mapping[str, TeacherLoad] = {}
         while self._window.wait_for_stall(patience - probe_seconds, alive_at):
             silent_since = self._window.silent_since
+            if silent_since > alive_at:  # a new silence
+                loads, warned_at = {}, silent_since + patience
             is_any_alive = self._any_alive(probe_seconds)
+            earlier, loads = loads, self._loads() if is_any_alive else {}
             if self._window.silent_since > silent_since:
                 continue
             if is_any_alive:
                 alive_at = time.monotonic()
-                if alive_at - silent_since < _BUSY_FACTOR * patience:
+                if _has_scored(earlier, loads):
+                    moved_at = alive_at
+                    # Once for each doubling of the wait.
+                    if alive_at - silent_since >= 2 * (warned_at - silent_since):
+                        warned_at = alive_at
+                        log.warning(
+                            "the %s scores requests of others: no row for %.0f s, %d tokens wait",
+                            self._name,
+                            alive_at - silent_since,
+                            sum(load.queued_tokens for load in loads.values()),
+                        )
+                if alive_at - max(silent_since, moved_at) < _BUSY_FACTOR * patience:
                     continue
             self._window.fail_all(self._stall_error(is_any_alive))
             for lane in self._lanes:
                 lane.cancel_stream()
+
+    def _loads(self) -> Mapping[str, TeacherLoad]:
+        """Return the loads of the teachers that answer, by address."""
+        loads = {}
+        for lane in self._lanes:
+            with suppress(grpc.RpcError, ValueError):  # `close` closed the channels
+                loads[lane.address] = load_of(lane.query_info())
+        return loads
 
     def _any_alive(self, seconds: float) -> bool:
         try:
@@ -304,7 +328,7 @@ class TeacherClient:
         last_faults = f" (last: {'; '.join(faults)})" if faults else ""
         if alive:
             return Unavailable(
-                f"the {self._name} answers, but has sent no row for"
+                f"the {self._name} answers, but has scored nothing for"
                 f" {_BUSY_FACTOR * self._patience_seconds:g} s{last_faults}",
                 field=self._field,
                 hint="read the teacher's log"
@@ -335,6 +359,14 @@ class TeacherClient:
             if lane.address.startswith("https://")
             else "start one with distill-teacher, or check the address",
         )
+
+
+def _has_scored(earlier: Mapping[str, TeacherLoad], loads: Mapping[str, TeacherLoad]) -> bool:
+    """Return whether a teacher has scored tokens between two looks at the loads."""
+    return any(
+        load.scored_tokens != earlier.get(address, load).scored_tokens
+        for address, load in loads.items()
+    )
 
 
 def _cancel_all(futures: Iterable[Future[RowBlock]]) -> None:

@@ -240,7 +240,7 @@ def test_a_slow_teacher_is_waited_for_but_not_for_ever(
         start_time = time.monotonic()
         fault = client.submit(make_queries(1)[0]).exception(WAIT)
         assert isinstance(fault, Unavailable)
-        assert "answers, but has sent no row for 2 s" in fault.message
+        assert "answers, but has scored nothing for 2 s" in fault.message
         assert 1.8 <= time.monotonic() - start_time < 20  # ten times the limit
 
         monkeypatch.undo()
@@ -251,6 +251,23 @@ def test_a_slow_teacher_is_waited_for_but_not_for_ever(
         fault = answer.exception(WAIT)
         assert isinstance(fault, Unavailable)
         assert "has not answered for 1 s" in fault.message
+
+
+def test_a_queue_that_moves_is_waited_for(
+    start_teacher: StartTeacher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its turn comes after twice the limit of a stall, because those of others come first."""
+    monkeypatch.setattr("clients.teacher.client._BUSY_FACTOR", 1.5)
+    teacher = start_teacher(*fake_engine_options(latency_ms=50), "--max-batch-tokens", "40")
+    with (
+        TeacherClient(teacher.address) as others,
+        TeacherClient(teacher.address, patience_seconds=1.0, background=True) as client,
+    ):
+        answers = [others.submit(query) for query in make_queries(70)]
+        answers[0].result(WAIT)
+        assert_undisturbed(make_queries(1), [client.submit(make_queries(1)[0])])
+        assert all(answer.done() for answer in answers[:30])
+    assert any("scores requests of others: no row for" in message for message in caplog.messages)
 
 
 def test_a_restarted_teacher_is_found_within_a_second(start_teacher: StartTeacher) -> None:
