@@ -10,8 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +25,7 @@ from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
 from clients.config.tables.common import StudentConfig
 from clients.config.tables.job import TrainingJob
+from clients.data.control_tokens import count_spelled_names
 from clients.data.preview import (
     SHOWN,
     SURVEY,
@@ -39,15 +39,23 @@ from clients.data.preview import (
     token_texts,
 )
 from clients.data.prompt_format import date_warning, template_text
-from clients.data.records import DataSet
 from clients.data.tokens.answers import end_ids
+from clients.data.tokens.tokenizer import default_template_in
 from clients.runs.progress import print_reply
 from clients.store.copies import files_on_disk
 from protos.errors import DistillError, InvalidInput
 from student_trainer.cross_tokenizer.store import open_cross_tokenizer_store
 from student_trainer.data.captured_stores import open_stores
 from student_trainer.data.examples import example_encoding
-from student_trainer.data.prompts import Encoder, ModelIds, Prompt, prompt_encoding
+from student_trainer.data.prompts import (
+    Encoder,
+    ModelIds,
+    Prompt,
+    data_sets,
+    encode_or_omit,
+    prompt_encoding,
+    surveyed_rows,
+)
 from student_trainer.data.records import RecordReader
 from student_trainer.data.sequence import Rollout, TokenSequence
 from student_trainer.loop.optimizer import schedule_warning
@@ -59,6 +67,7 @@ from student_trainer.model.loading import (
     load_image_reader,
     load_tokenizer,
 )
+from student_trainer.run.chat_templates import template_warnings
 from student_trainer.teachers.teacher_input import teacher_prompt
 
 Item = TypeVar("Item")
@@ -66,22 +75,31 @@ Item = TypeVar("Item")
 ReadInputs = Callable[[Item], tuple[ModelInput, ...]]
 
 
-def preview_of(config: AnyTraining, shown: int = SHOWN, tokenizer: Any = None) -> Preview:
+def preview_of(
+    config: AnyTraining,
+    shown: int = SHOWN,
+    tokenizer: Any = None,
+    warnings: Sequence[str] | None = None,
+) -> Preview:
     """Return the preview of a job.
 
     `tokenizer`: the student's, with the teacher's chat template if the job selects it. None: the
-    student's own tokenizer, with a warning if the job selects the teacher's template.
+    student's own tokenizer, with a warning if the job selects the teacher's template. `warnings`:
+    those of `choose_chat_template`. None: those of a teacher whose model is in a directory.
 
     Raises a DistillError if its data, its chat template or its tokenizer cannot be used.
     """
-    data, warnings = config.data, [schedule_warning(config.train, config.max_steps)]
+    data, has_own_template = config.data, tokenizer is None
     if tokenizer is None:
         tokenizer = load_tokenizer(config.student)
-        if config.student.chat_template == "teacher":
-            warnings.append(
-                "prompts are in the student's own chat template: that of the teacher is known when"
-                " the job starts, and the preview in its run directory has it"
-            )
+    if warnings is None:
+        warnings = template_warnings(config, tokenizer, _teacher_templates(config))
+    if has_own_template and config.student.chat_template == "teacher":
+        warnings = [
+            "prompts are in the student's own chat template: that of the teacher is known when"
+            " the job starts, and the preview in its run directory has it"
+        ]
+    warnings = [*warnings, schedule_warning(config.train, config.max_steps)]
     ends = end_ids(load_generation_config(config.student), tokenizer)
     facts = [("student", config.student.model)]
     if config.samples:
@@ -99,6 +117,14 @@ def preview_of(config: AnyTraining, shown: int = SHOWN, tokenizer: Any = None) -
     )
 
 
+def _teacher_templates(config: AnyTraining) -> Mapping[str, str | None]:
+    """Return the chat template of a teacher that the job starts from a directory, by its label."""
+    model = config.teacher_link.model if config.teacher_link is not None else None
+    if model is None or not Path(model).is_dir():
+        return {}
+    return {"teacher": default_template_in(Path(model))}
+
+
 def _survey(config: AnyTraining, tokenizer: Any) -> Iterator[SurveyedRecord]:
     ids = ModelIds.of_tokenizer(tokenizer, load_config(config.student).get_text_config().vocab_size)
     if isinstance(config, OfflineJob):
@@ -106,7 +132,10 @@ def _survey(config: AnyTraining, tokenizer: Any) -> Iterator[SurveyedRecord]:
     if isinstance(config, SFTJob):
         examples = example_encoding(config, tokenizer, ids)
         return _survey_data(
-            *examples, tokenizer, lambda item: (_sequence_input(item.sequence, tokenizer),)
+            *examples,
+            tokenizer,
+            lambda item: (_sequence_input(item.sequence, tokenizer),),
+            config.seed,
         )
     read_inputs = _prompt_reading(config, tokenizer)
     if config.data is None:
@@ -126,33 +155,39 @@ def _survey(config: AnyTraining, tokenizer: Any) -> Iterator[SurveyedRecord]:
         reader=load_image_reader(config.student) if config.data.image_column else None,
         model_ids=ids,
     )
-    return _survey_data(*encoding, tokenizer, read_inputs)
+    return _survey_data(*encoding, tokenizer, read_inputs, config.seed)
 
 
 def _survey_data(
-    reader: RecordReader, encoder: Encoder[Item], tokenizer: Any, read_inputs: ReadInputs[Item]
+    reader: RecordReader,
+    encoder: Encoder[Item],
+    tokenizer: Any,
+    read_inputs: ReadInputs[Item],
+    seed: int,
 ) -> Iterator[SurveyedRecord]:
-    """Yield the first records of each data set of a job."""
-    data = reader.data
-    sets = [(data.path, data.name, data.split)]
-    sets += [(mixed.path, mixed.name, mixed.split) for mixed in data.mix]
-    set_size = (SURVEY_WITH_IMAGES if data.image_column else SURVEY) // len(sets)
-    for path, name, split in sets:
-        rows = reader.rows(DataSet(path, name, split))
-        for where, row in islice(rows, set_size):
+    """Yield the records by which training judges each data set of a job."""
+    for source_reader, data_set in data_sets(reader):
+        data, folder = source_reader.data, Path(data_set.path).parent
+        count = sum(1 for _ in source_reader.rows(data_set))
+        rows = set(surveyed_rows(data, count, seed))
+        for number, (where, row) in enumerate(source_reader.rows(data_set)):
+            if number not in rows:
+                continue
             left_out, refused, inputs = "", "", tuple[ModelInput, ...]()
-            counts = [omission.count for omission in encoder.omissions]
+            spelled = count_spelled_names(tokenizer)
             try:
-                item = encoder.encode(reader.build_record(row, where, Path(path).parent), "data")
+                record = source_reader.build_record(row, where, folder)
+                item, left_out = encode_or_omit(encoder, record, data_set.field)
                 inputs = () if item is None else read_inputs(item)
             except InvalidInput as error:
                 refused = str(error)
-            for omission, earlier in zip(encoder.omissions, counts, strict=True):
-                left_out = omission.description if omission.count > earlier else left_out
+            spelled = count_spelled_names(tokenizer) - spelled
             is_answered = reader.needs_answers and data.messages_column is not None
             lost = lost_in_row(data.prompt_format, tokenizer, row, is_answered=is_answered)
             others = messages_of_others(data.prompt_format, row) if inputs else ()
-            yield SurveyedRecord(where, inputs, left_out, refused, lost, others)
+            yield SurveyedRecord(
+                where, inputs, left_out, refused, lost, others, tuple(spelled), data_set.field
+            )
 
 
 def _sequence_input(sequence: TokenSequence, tokenizer: Any) -> ModelInput:

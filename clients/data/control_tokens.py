@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -37,13 +38,14 @@ Change = Callable[[Mapping[str, Any]], dict[str, Any]]
 class _ControlTokens:
     """The control tokens of a tokenizer.
 
-    names: sorted. pattern: matches any name; None without names. logged: names that were already
-    logged. backends: copies of the tokenizer with private names, by the change made to each copy.
+    names: sorted. pattern: matches any name; None without names. spelled: how often each name was
+    read as characters. backends: copies of the tokenizer with private names, by the change made to
+    each copy.
     """
 
     names: list[str]
     pattern: re.Pattern[str] | None
-    logged: set[str] = field(default_factory=set)
+    spelled: Counter[str] = field(default_factory=Counter)
     backends: dict[Change | None, Tokenizer] = field(default_factory=dict)
 
     @classmethod
@@ -80,8 +82,8 @@ def mark_names(tokenizer: Any, text: str, location: str, *, is_answer: bool = Fa
     marked, copied = "", 0
     for match in matches:
         name = match[0]
-        if name not in control.logged:
-            control.logged.add(name)
+        control.spelled[name] += 1
+        if control.spelled[name] == 1:
             log.warning(
                 "%s has the text %r: it is read as these characters, not as the control token",
                 *(location or "a conversation", name),
@@ -90,6 +92,11 @@ def mark_names(tokenizer: Any, text: str, location: str, *, is_answer: bool = Fa
         marked += text[copied : match.start()] + placeholder
         copied = match.end()
     return marked + text[copied:]
+
+
+def count_spelled_names(tokenizer: Any) -> Counter[str]:
+    """Return how often `mark_names` has met each name, a part of a text, so far."""
+    return Counter(_control_tokens_of(tokenizer).spelled)
 
 
 def mark_names_in(tokenizer: Any, conversation: Conversation, location: str) -> Conversation:
@@ -108,9 +115,16 @@ def mark_names_in(tokenizer: Any, conversation: Conversation, location: str) -> 
             has_private_characters |= _PRIVATE.search(value) is not None
             return marked
         if isinstance(value, Mapping):
-            return {key: mark(part) for key, part in value.items()}
+            return {
+                key: mark(part, is_answer=is_answer and key == "text")
+                for key, part in value.items()
+            }
         if isinstance(value, list | tuple):
-            return [mark(part) for part in value]
+            last = len(value) - 1
+            return [
+                mark(part, is_answer=is_answer and number == last)
+                for number, part in enumerate(value)
+            ]
         return value
 
     messages = [

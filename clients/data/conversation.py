@@ -117,7 +117,8 @@ def with_context(
 def text_of_content(content: Any) -> str:
     """Return the text of a message: its content, or the text parts of a list of parts."""
     if isinstance(content, list):
-        return "\n".join(part["text"] for part in content if part["type"] == "text")
+        parts = (part for part in content if isinstance(part, Mapping))
+        return "\n".join(str(part.get("text")) for part in parts if part.get("type") == "text")
     return str(content or "")
 
 

@@ -11,7 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
@@ -21,12 +21,14 @@ from pydantic import TypeAdapter
 
 from clients.data.conversation import REASONING, Conversation, text_of_content
 from clients.data.prompt_format import PromptFormat
-from clients.data.records import describe_counts
+from clients.data.records import describe_counts, describe_left_out
 from protos.errors import InvalidInput
 
-# Records that a preview counts, and that a job encodes before its first step. Images take longer.
+# Records of a data set that a preview counts, and that a job encodes before its first step.
+# Images take longer.
 SURVEY, SURVEY_WITH_IMAGES = 1000, 32
 SHOWN = 5  # records that a preview shows, unless asked for others
+MAX_BYTES = 512 << 10  # of the preview in a run directory, which pages read
 # Tokens that are shown: the first and the last of a run, and all of a sequence.
 _FIRST, _LAST, _MOST = 240, 80, 1500
 _MOST_LOST, _LOST_CHARS = 20, 400
@@ -87,6 +89,16 @@ class Preview:
         """Return the preview as a JSON object in one line."""
         return json.dumps(asdict(self)) + "\n"
 
+    def within(self, max_bytes: int) -> Preview:
+        """Return the preview with as many of its first records as fit into `max_bytes` of JSON."""
+        preview, count = self, len(self.records)
+        while count and len(preview.to_json()) > max_bytes:
+            count -= 1
+            hidden = f"{len(self.records) - count} of {len(self.records)}, for their size"
+            facts = (*self.facts, ("records not shown", f"{hidden}; distill preview shows all"))
+            preview = replace(self, facts=facts, records=self.records[:count])
+        return preview
+
 
 _PREVIEW = TypeAdapter(Preview)
 
@@ -124,7 +136,8 @@ class SurveyedRecord:
 
     left_out: the reason why training skips the record. refused: the error with which training
     fails. lost: (part, text) without a token. others: trained (part, text) that belong to other
-    roles.
+    roles. spelled: names of control tokens in its texts, which are read as characters. data_set:
+    the key of its data set.
     """
 
     where: str
@@ -133,6 +146,8 @@ class SurveyedRecord:
     refused: str = ""
     lost: tuple[tuple[str, str], ...] = ()
     others: tuple[tuple[str, str], ...] = ()
+    spelled: tuple[str, ...] = ()
+    data_set: str = ""
 
 
 def build_preview(
@@ -146,20 +161,24 @@ def build_preview(
     max_left_out: float = 1.0,
     are_ended: bool = True,
 ) -> Preview:
-    """Count all records and show the first `shown` records.
+    """Count all records, skipped records by data set, and show the first `shown` records.
 
     `ends`: tokens that end an answer, by id. `are_ended`: whether a trained answer must end with
     such a token. Pieces of a packed text need no end.
     """
     records, previews = 0, list[RecordPreview]()
-    left_out, lost, wrong = Counter[str](), Counter[str](), Counter[str]()
+    sizes, lost, wrong, spelled = (Counter[str]() for _ in range(4))
+    left_out = dict[str, Counter[str]]()
     refused = answers = endless = learned = 0
     lengths = list[int]()
     for record in surveyed:
         records += 1
         refused += bool(record.refused)
-        left_out.update([record.left_out] * bool(record.left_out))
+        sizes[record.data_set] += 1
+        if record.left_out:
+            left_out.setdefault(record.data_set, Counter())[record.left_out] += 1
         lost.update({part for part, _ in record.lost})
+        spelled.update(set(record.spelled))
         for student in record.inputs[:1]:
             lengths.append(len(student.ids))
             learned += int(student.learned.sum())
@@ -172,18 +191,24 @@ def build_preview(
     faults, of_all = list[str](), f"of {records:,} records"
     if refused:
         faults.append(f"{refused:,} {of_all} are refused, so the job will fail")
-    if count := left_out.total():
-        fate = ", so the job will fail" if count > max_left_out * records else ""
-        share = f"{count:,} {of_all} ({count / records:.0%}) are left out{fate}"
-        faults.append(f"{share}: {describe_counts(left_out)}")
+    for name, reasons in left_out.items():
+        sentence, is_too_many = describe_left_out(reasons, sizes[name], max_left_out)
+        fate = ", so the job will fail" if is_too_many else ""
+        place = f"{name}: " if len(sizes) > 1 else ""
+        faults.append(f"{place}{sentence}{fate}: {describe_counts(reasons)}")
     faults += [f"no token stands for a {part} in {n:,} {of_all}" for part, n in lost.items()]
     faults += [f"a {part} is learned in {n:,} {of_all}" for part, n in wrong.items()]
+    faults += [
+        f"the text {name!r} in {n:,} {of_all} is read as these characters, not as the control"
+        ' token; if it should be the token, set "special": false for it in tokenizer.json'
+        for name, n in spelled.items()
+    ]
     if endless and are_ended:
         faults.append(
             f"{endless:,} of {answers:,} learned answers do not end with an end token: the student"
             " does not learn to stop"
         )
-    counts = [("records", f"{len(lengths):,} of the first {records:,} are used")]
+    counts = [("records", f"{len(lengths):,} of {records:,} are used")]
     if lengths:
         middle, high = np.percentile(lengths, [50, 95])
         spread = f"median {middle:,.0f}, 95% at most {high:,.0f}, longest {max(lengths):,}"
@@ -201,6 +226,8 @@ def build_preview(
 
 def _preview_record(record: SurveyedRecord, ends: Collection[int]) -> RecordPreview:
     problem = f"left out: {record.left_out}" if record.left_out else ""
+    if record.spelled and not problem:
+        problem = f"read as characters, not as control tokens: {', '.join(record.spelled)}"
     return RecordPreview(
         visible(record.where),
         visible(f"refused: {record.refused}" if record.refused else problem),

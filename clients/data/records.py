@@ -255,18 +255,26 @@ def describe_counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
 
 
-def check_left_out(
-    left_out: int, records: int, reasons: Mapping[str, int], most: float, field: str
-) -> None:
-    """Log how many of the first `records` are skipped, by reason.
+def describe_left_out(reasons: Mapping[str, int], records: int, most: float) -> tuple[str, bool]:
+    """Return how many of `records` are skipped, in words, and whether their share exceeds `most`.
+
+    `reasons`: the number of skipped records by reason.
+    """
+    left_out = sum(reasons.values())
+    sentence = f"{left_out:,} of {records:,} records ({left_out / records:.0%}) are left out"
+    return sentence, left_out > most * records
+
+
+def check_left_out(reasons: Mapping[str, int], records: int, most: float, field: str) -> None:
+    """Log how many of `records` are skipped, by reason; nothing without skipped records.
 
     Raises InvalidInput, naming `field`, if their share is larger than `most`.
     """
-    if not left_out:
+    if not any(reasons.values()):
         return
-    sentence = f"{left_out:,} of {records:,} records ({left_out / records:.0%}) are left out"
+    sentence, is_too_many = describe_left_out(reasons, records, most)
     sentence += f": {describe_counts(reasons)}"
-    if left_out > most * records:
+    if is_too_many:
         raise InvalidInput(
             sentence,
             field=field,

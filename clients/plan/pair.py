@@ -16,6 +16,7 @@ from clients.cross_tokenizer.special_tokens import (
     SpecialTokens,
     map_special_tokens,
 )
+from clients.data.conversation import text_of_content
 from clients.data.models.shape import logits_in
 from clients.data.records import DataSet
 from clients.data.tokens.tokenizer import first_difference, tokens_in
@@ -145,7 +146,9 @@ def _texts_of(record: Mapping[str, Any], columns: Sequence[str]) -> Iterator[str
             yield value
         elif isinstance(value, list):
             yield from (
-                str(m["content"]) for m in value if isinstance(m, dict) and m.get("content")
+                text_of_content(m["content"])
+                for m in value
+                if isinstance(m, dict) and m.get("content")
             )
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from clients.data.preview import parse_preview
+from clients.data.preview import MAX_BYTES, Preview, parse_preview
 from clients.jobs.job import TERMINAL, Job, JobEvent, JobState
 from clients.runs.directory import RunDirectory
 from distill_server.jobs.store import JobStore
@@ -132,17 +132,24 @@ def samples_of(run: RunDirectory, step: int) -> list[dict[str, Any]]:
 
 
 def preview_in(run: RunDirectory) -> dict[str, Any] | None:
-    """Return the preview as a JSON record; None if there is none, or no valid one."""
+    """Return the preview as a JSON record; None if there is none, or no valid one.
+
+    A larger one, of an earlier version, has a warning in place of its contents.
+    """
     try:
-        return asdict(parse_preview(_read_start(run.preview)))
+        document = _read_start(run.preview, MAX_BYTES + 1)
+        if len(document) > MAX_BYTES:
+            warning = f"the preview has more than {MAX_BYTES >> 10} KiB: distill report shows it"
+            return asdict(Preview("", (warning,), (), ()))
+        return asdict(parse_preview(document))
     except (NotFound, ValueError):
         return None
 
 
-def _read_start(path: Path) -> bytes:
+def _read_start(path: Path, max_bytes: int = _MAX_BYTES) -> bytes:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise NotFound(f"no transcripts in {path.name}", field="step") from error
     with open(descriptor, "rb") as file:
-        return file.read(_MAX_BYTES)
+        return file.read(max_bytes)

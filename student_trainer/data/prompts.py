@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -240,19 +241,10 @@ class PromptSet(Generic[Item]):
         self._next_number = 0
         self._stream = self._iterate_from(0)
 
-    def survey(self, count: int) -> tuple[int, int]:
-        """Encode the first `count` records in training order.
-
-        Returns the numbers of items and of records. If all of these records are skipped, continues
-        until the first item.
-        """
-        items = records = 0
-        for index in permutation(len(self._records), self._seed, 0):
-            if records >= count and items:
-                break
-            records += 1
-            items += self._encode_prompt(int(index)) is not None
-        return items, records
+    def has_items(self) -> bool:
+        """Return whether a record has an item, which is encoded then; only then use the set."""
+        order = permutation(len(self._records), self._seed, 0)
+        return any(self._encode_prompt(int(index)) is not None for index in order)
 
     def of_step(self, step: int, count: int) -> list[Item]:
         """Return the `count` items of `step` (from 1), independent of earlier calls.
@@ -353,6 +345,46 @@ def load_prompts(
     return load_items(*prompt_encoding(data, tokenizer, **options), held_out=held_out, seed=seed)
 
 
+def data_sets(reader: RecordReader) -> list[tuple[RecordReader, DataSet]]:
+    """Return the data sets of a job, each with its reader: held-out prompts have no weights.
+
+    They are data.path, those of data.mix, and data.eval_path.
+    """
+    data = reader.data
+    sets = [(reader, DataSet(data.path, data.name, data.split))]
+    sets += [
+        (reader, DataSet(mixed.path, mixed.name, mixed.split, f"data.mix.{number}.path"))
+        for number, mixed in enumerate(data.mix)
+    ]
+    if data.eval_path:
+        unweighted = replace(reader, data=data.model_copy(update={"weight_column": None}))
+        sets.append((unweighted, DataSet(data.eval_path, data.name, data.split, "data.eval_path")))
+    return sets
+
+
+def surveyed_rows(data: DataConfig, count: int, seed: int) -> list[int]:
+    """Return the rows (from 0) of a data set of `count` rows that decide whether it can be used.
+
+    The preview counts the same rows. They are all rows, or a sample of SURVEY, in their order.
+    """
+    limit = SURVEY_WITH_IMAGES if data.image_column else SURVEY
+    return sorted(permutation(count, seed, -2)[:limit].tolist())
+
+
+def encode_or_omit(
+    encoder: Encoder[Item], record: PromptRecord, field: str
+) -> tuple[Item | None, str]:
+    """Return the item of a record and "", or None and why it is left out; raises as `encode`."""
+    counts = [omission.count for omission in encoder.omissions]
+    item = encoder.encode(record, field)
+    reasons = [
+        omission.description
+        for omission, count in zip(encoder.omissions, counts, strict=True)
+        if omission.count > count
+    ]
+    return item, reasons[0] if item is None else ""
+
+
 def load_items(
     reader: RecordReader, encoder: Encoder[Item], *, held_out: int, seed: int
 ) -> tuple[ItemsOfSteps[Item], list[Item]]:
@@ -363,57 +395,49 @@ def load_items(
     `data.path`, mixed with those of `data.mix`.
 
     Raises InvalidInput if a file or column is missing, a record cannot be used, no record is left,
-    or more than `data.max_left_out` of the first SURVEY records are skipped.
+    or more than `data.max_left_out` of the `surveyed_rows` of a data set are skipped.
     """
     data = reader.data
+    encoded: dict[int, tuple[Item | None, str]] = {}  # by the id of the record, each is kept
 
-    def read_records(path: str, name: str | None, split: str, field: str) -> list[PromptRecord]:
-        is_held_out = field == "data.eval_path"
-        weights = {"weight_column": None} if is_held_out else {}  # held-out prompts have none
-        source_reader = replace(reader, data=data.model_copy(update=weights))
-        records_of_set = list(source_reader.read(DataSet(path, name, split, field)))
-        for record in filter(encoder.is_doubtful, records_of_set):
-            encoder.encode(record, field)  # may raise, and must do so before the first step
-        return records_of_set
+    def encode(record: PromptRecord, field: str) -> tuple[Item | None, str]:
+        if id(record) not in encoded:
+            encoded[id(record)] = encode_or_omit(encoder, record, field)
+        return encoded[id(record)]
 
-    def build_set(set_records: Sequence[PromptRecord], field: str) -> PromptSet[Item]:
-        prompt_set = PromptSet(set_records, lambda record: encoder.encode(record, field), seed)
-        counts = [omission.count for omission in encoder.omissions]
-        surveyed = SURVEY_WITH_IMAGES if data.image_column else SURVEY
-        items, record_count = prompt_set.survey(surveyed)
-        if not items:
+    def read_records(source_reader: RecordReader, data_set: DataSet) -> list[PromptRecord]:
+        field, records = data_set.field, list(source_reader.read(data_set))
+        for record in filter(encoder.is_doubtful, records):
+            encode(record, field)  # may raise, and must do so before the first step
+        rows = surveyed_rows(data, len(records), seed)
+        reasons = Counter(reason for row in rows if (reason := encode(records[row], field)[1]))
+        if reasons.total() == len(records):
             raise encoder.no_items_error(field)
-        reasons = {
-            omission.description: omission.count - count
-            for omission, count in zip(encoder.omissions, counts, strict=True)
-        }
-        check_left_out(record_count - items, record_count, reasons, data.max_left_out, field)
+        check_left_out(reasons, len(rows), data.max_left_out, field)
+        return records
+
+    def build_set(records: Sequence[PromptRecord], field: str) -> PromptSet[Item]:
+        prompt_set = PromptSet(records, lambda record: encode(record, field)[0], seed)
+        if not prompt_set.has_items():
+            raise encoder.no_items_error(field)
         return prompt_set
 
+    records_of = {
+        data_set.field: read_records(source_reader, data_set)
+        for source_reader, data_set in data_sets(reader)
+    }
     field = "data.eval_path" if data.eval_path else "data.path"
-    training_records = read_records(data.path, data.name, data.split, "data.path")
-    eval_records = (
-        read_records(data.eval_path, data.name, data.split, field)
-        if data.eval_path
-        else training_records
-    )
-    order = [eval_records[index] for index in permutation(len(eval_records), seed, -1)]
+    candidates = records_of.pop(field)
+    order = [candidates[index] for index in permutation(len(candidates), seed, -1)]
     held_out_items: list[Item] = []
     encoded_count = 0
     while encoded_count < len(order) and len(held_out_items) < held_out:
-        item = encoder.encode(order[encoded_count], field)
+        item, _ = encode(order[encoded_count], field)
         held_out_items += [] if item is None else [item]
         encoded_count += 1
     if not held_out_items:
         raise encoder.no_items_error(field)
-    sets = [
-        build_set(
-            order[encoded_count:] if data.eval_path is None else training_records, "data.path"
-        )
-    ]
-    for number, mixed_set in enumerate(data.mix):
-        field = f"data.mix.{number}.path"
-        sets.append(
-            build_set(read_records(mixed_set.path, mixed_set.name, mixed_set.split, field), field)
-        )
+    if not data.eval_path:
+        records_of = {field: order[encoded_count:], **records_of}
+    sets = [build_set(records, name) for name, records in records_of.items()]
     return (MixedSets(sets, data.shares) if data.mix else sets[0]), held_out_items

@@ -25,34 +25,44 @@ _SYSTEM = {"role": "system", "content": "Be brief."}
 
 def choose_chat_template(
     config: AnyTraining, tokenizer: Any, teachers: Mapping[str, Connection]
-) -> None:
+) -> Sequence[str]:
     """Set the teacher's chat template in the student's tokenizer if `student.chat_template` selects
     it.
 
-    Otherwise, log the first difference from the template of each teacher with the student's
-    tokenizer. Raises InvalidInput (`student.chat_template`) if the teacher has no template, or if
-    the teachers have different templates.
+    Otherwise, log and return `template_warnings`. Raises InvalidInput (`student.chat_template`) if
+    the teacher has no template, or if the teachers have different templates.
     """
     if config.student.chat_template == "teacher":
         tokenizer.chat_template = _template_of_teachers(teachers)
-        return
+        return ()
+    templates = {teacher.label: teacher.info.chat_template for teacher in teachers.values()}
+    warnings = template_warnings(config, tokenizer, templates)
+    for warning in warnings:
+        log.warning("%s", warning)
+    return warnings
+
+
+def template_warnings(
+    config: AnyTraining, tokenizer: Any, templates: Mapping[str, str | None]
+) -> Sequence[str]:
+    """Return the first difference between the chat template of the student and of each teacher.
+
+    `templates`: of the teachers with the student's tokenizer, by label; "" for a teacher without a
+    template; None if it is unknown.
+    """
     prompt_format = config.prompt_format
     if config.row_request is None or prompt_format is None or not prompt_format.chat_template:
-        return
-    if config.other_tokenizer or config.has_other_teacher_prompt:
-        return
-    for teacher in teachers.values():
-        template = teacher.info.chat_template
-        difference = (
-            None
-            if template is None
-            else find_difference(tokenizer, template, prompt_format, teacher.label)
-        )
-        if difference is not None:
-            log.warning(
-                "%s; set student.chat_template = 'teacher' to write prompts as the %s reads them",
-                *(difference, teacher.label),
-            )
+        return ()
+    has_choice = config.student.chat_template != "teacher"
+    if config.other_tokenizer or config.has_other_teacher_prompt or not has_choice:
+        return ()
+    return [
+        f"{difference}; set student.chat_template = 'teacher' to write prompts as the {label} reads"
+        " them"
+        for label, template in templates.items()
+        if template is not None
+        and (difference := find_difference(tokenizer, template, prompt_format, label))
+    ]
 
 
 def find_difference(

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any
 
 from clients.config.capture import CaptureData, CaptureJob
+from clients.data.control_tokens import count_spelled_names
 from clients.data.preview import (
     SHOWN,
     SURVEY,
@@ -67,7 +68,7 @@ def _survey_records(
 ) -> Iterator[SurveyedRecord]:
     count = SURVEY_WITH_IMAGES if data.image_column else SURVEY
     for where, record in islice(reader.located_records(), count):
-        empty = reader.empty
+        empty, spelled = reader.empty, count_spelled_names(tokenizer)
         lost = lost_in_row(
             data.prompt_format, tokenizer, record, is_answered=data.form == "messages"
         )
@@ -82,6 +83,7 @@ def _survey_records(
             _inputs(sequences[0], tokenizer) if sequences else (),
             "" if sequences else left_out,
             lost=lost,
+            spelled=tuple(count_spelled_names(tokenizer) - spelled),
         )
 
 

@@ -240,10 +240,9 @@ def _load_or_make_plan(
             hint="give more data, or a larger method.max_tokens",
         )
     if job.data.form != "text":
-        left_out = plan.too_long + plan.empty
         reasons = {"too long": plan.too_long, "with nothing to score": plan.empty}
-        records = len(plan) + left_out
-        check_left_out(left_out, records, reasons, job.data.max_left_out, "data.path")
+        records = len(plan) + sum(reasons.values())
+        check_left_out(reasons, records, job.data.max_left_out, "data.path")
     log.info(
         "%d sequences with %d rows in %d files%s",
         len(plan),

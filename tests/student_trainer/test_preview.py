@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from clients.config.kinds import AnyTraining
+from clients.config.on_policy import OnPolicyJob
 from clients.data.preview import Preview, parse_preview
 from clients.runs.directory import RunDirectory
 from protos.errors import InvalidInput
+from student_trainer.data.examples import load_examples
+from student_trainer.model.loading import load_tokenizer
 from student_trainer.preview import preview_of
 from tests.clients.data.test_prompt_format import CHARACTERS, MARKED
 from tests.student_trainer import tiny
@@ -99,8 +103,6 @@ def test_records_of_each_data_set(material: tiny.Material, tmp_path: Path) -> No
 def test_on_policy_and_what_the_teacher_reads(chat_job: MakeJob) -> None:
     config = chat_job(MARKED, talk("1+1=", "2"))
     values = config.model_dump(include={"student", "data", "eval"}, exclude_unset=True)
-    from clients.config.on_policy import OnPolicyJob
-
     config = OnPolicyJob.model_validate(
         {
             **values,
@@ -113,6 +115,20 @@ def test_on_policy_and_what_the_teacher_reads(chat_job: MakeJob) -> None:
     assert texts(preview) == [f"student: U1+1=A{sampled}", f"teacher: U2+1+1=A{sampled}"]
     assert not preview.warnings
     assert ("sampled", "at most 6 tokens an answer") in preview.facts
+
+
+def test_a_teacher_with_another_chat_template_is_seen(chat_job: MakeJob, tmp_path: Path) -> None:
+    """Before the job starts if the teacher is a directory, otherwise when it starts."""
+    words = tiny.tokenizer(CHARACTERS)
+    words.chat_template = MARKED.replace("{{ m.role[0] | upper }}", "T")
+    teacher = tiny.save(tiny.model(characters=CHARACTERS), words, tmp_path / "teacher")
+    config = chat_job(MARKED, talk("1+1=", "2"))
+    values = config.model_dump(include={"student", "data", "eval"}, exclude_unset=True)
+    values |= {"teacher": {"model": str(teacher)}, "method": {"max_new_tokens": 6}}
+    (warning,) = preview_of(OnPolicyJob.model_validate(values)).warnings
+    assert warning.startswith("the chat templates of student and teacher differ: after '' the")
+    assert "set student.chat_template = 'teacher'" in warning
+    assert preview_of(OnPolicyJob.model_validate(values), warnings=["x"]).warnings == ("x",)
 
 
 def test_the_chat_template_of_the_teacher(material: tiny.Material) -> None:
@@ -198,6 +214,16 @@ def test_arguments_of_a_tool_call_that_are_left_out_are_seen(chat_job: MakeJob) 
     assert "no token stands for a tool call in 9 of 9 records" in preview.warnings
 
 
+def test_a_control_token_inside_an_answer_is_seen(chat_job: MakeJob) -> None:
+    preview = preview_of(chat_job(MARKED, talk("1+1=", "2<|end|>4")))
+    assert len(preview.warnings) == 1
+    assert preview.warnings[0].startswith(
+        "the text '<|end|>' in 9 of 9 records is read as these characters, not as the control token"
+    )
+    note = "read as characters, not as control tokens: <|end|>"
+    assert {record.problem for record in preview.records} == {note}
+
+
 def test_a_run_has_the_preview_also_if_its_data_is_refused(
     material: tiny.Material, tmp_path: Path
 ) -> None:
@@ -217,15 +243,39 @@ def test_a_run_has_the_preview_also_if_its_data_is_refused(
         pass
 
 
-def test_every_data_set_of_a_mix_is_counted(material: tiny.Material, tmp_path: Path) -> None:
+@pytest.mark.parametrize("bad", ["data.mix.0.path", "data.eval_path"])
+def test_every_data_set_is_judged_as_training_judges_it(
+    bad: str, material: tiny.Material, tmp_path: Path
+) -> None:
+    """The records of a mix, and those that are held out."""
     sums = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(6)]
-    unanswered = [{"prompt": "1+1=", "answer": ""}] * 4
-    path, mixed = write(tmp_path / "a.jsonl", sums), write(tmp_path / "b.jsonl", unanswered)
-    config = tiny.sft_job(material, data__path=path, data__mix=[{"path": mixed, "share": 0.5}])
+    path = write(tmp_path / "a.jsonl", sums)
+    other = write(tmp_path / "b.jsonl", [{"prompt": "1+1=", "answer": ""}] * 3 + sums[:1])
+    place = {"data__mix": [{"path": other, "share": 0.5}]}
+    if bad == "data.eval_path":
+        place = {"data__eval_path": other}  # type: ignore[dict-item]
+    config = tiny.sft_job(material, data__path=path, **place)
     preview = preview_of(config, shown=8)
-    assert ("records", "6 of the first 10 are used") in preview.facts
+    assert ("records", "7 of 10 are used") in preview.facts
     assert [bool(record.problem) for record in preview.records] == [False] * 6 + [True] * 2
-    assert "4 of 10 records (40%) are left out, so the job will fail" in preview.warnings[0]
+    sentence = "3 of 4 records (75%) are left out"
+    reasons = "3 records without an answer to learn"
+    assert preview.warnings[0] == f"{bad}: {sentence}, so the job will fail: {reasons}"
+    with pytest.raises(InvalidInput, match="^" + re.escape(f"{bad}: {sentence}: {reasons};")):
+        load_examples(config, load_tokenizer(config.student))
+
+
+def test_a_large_data_set_is_judged_by_the_records_that_training_judges(
+    material: tiny.Material, tmp_path: Path
+) -> None:
+    """The first 1,000 of 1,500 records are good, the last 500 are not."""
+    records = [{"prompt": "1+1=", "answer": "2" if n < 1000 else ""} for n in range(1500)]
+    config = tiny.sft_job(material, data__path=write(tmp_path / "a.jsonl", records))
+    preview = preview_of(config)
+    (share,) = re.findall(r"^(\d+ of 1,000 records) .* so the job will fail", preview.warnings[0])
+    assert 250 < int(share.split()[0]) < 420
+    with pytest.raises(InvalidInput, match=rf"^data.path: {share} \("):
+        load_examples(config, load_tokenizer(config.student))
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,9 @@ def preview(
 ) -> ExitCode:
     """Show the training input of a job, token by token, before training.
 
-    The command reads the first records as the training program does. It shows the input of the
-    student and of the teacher: trained tokens, context, end tokens, and text without a token. It
-    counts the skipped records among the first 1,000. No teacher and no GPU is needed.
+    The command reads records as the training program does. It shows the input of the student and of
+    the teacher: trained tokens, context, end tokens, and text without a token. It counts the
+    skipped records of each data set, in a sample of 1,000. No teacher and no GPU is needed.
     """
     from clients.cli.plots.preview_page import preview_page
     from clients.config.file import load_job

@@ -145,7 +145,7 @@ class DataConfig(PromptKeys):
     """Other data sets, each { path, share, name, split }. The remaining prompts come from `path`.
     """
     max_left_out: LeftOutShare = 0.2
-    """A job fails at its start if a larger share of its first 1,000 records is skipped."""
+    """A job fails at its start if a larger share of a data set is skipped, of 1,000 records."""
     eval_path: str | None = None
     """File of held-out prompts. Default: `eval.prompts` prompts are taken out of `path`."""
 

@@ -10,6 +10,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from clients.data.control_tokens import mark_names_in
+from clients.data.conversation import Conversation
 from clients.data.prompt_format import PromptFormat, plain_ids
 from clients.data.tokens.answers import answered_ids, assistant_ids, completion_ids
 from protos.errors import InvalidInput
@@ -164,6 +166,16 @@ def test_the_masks_of_all_answers(words: Any) -> None:
     assert names_in(words, learned) == ["<|im_end|>", "<s>", "<|im_end|>"]
     text = without_spaces(words.decode(learned))
     assert text == without_spaces(f"{ANSWER}<|im_end|>then <s><|im_end|>")
+
+
+def test_the_end_at_the_end_of_parts_is_the_end(words: Any) -> None:
+    """A content may be a list of parts; only the last one ends the answer."""
+    content = [{"type": "text", "text": text} for text in ("a<|im_end|>", "b<|im_end|>")]
+    conversation = Conversation(({"role": "assistant", "content": content},))
+    (message,) = mark_names_in(words, conversation, "row 1").messages
+    first, last = (part["text"] for part in message["content"])
+    assert "<|im_end|>" not in first
+    assert last == "b<|im_end|>"
 
 
 def test_the_end_at_the_end_is_the_end(words: Any) -> None:

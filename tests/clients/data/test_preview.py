@@ -60,10 +60,22 @@ def test_a_preview_is_read_as_it_was_written(words: Any) -> None:
         "no token stands for a tool in 1 of 2 records",
         "1 of 1 learned answers do not end with an end token: the student does not learn to stop",
     )
-    assert dict(preview.facts)["records"] == "1 of the first 2 are used"
+    assert dict(preview.facts)["records"] == "1 of 2 are used"
     assert [record.problem for record in preview.records] == ["", "left out: too long"]
     with pytest.raises(ValueError, match="validation error"):
         parse_preview('{"method": "sft"}')
+
+
+def test_a_preview_has_the_records_that_fit(words: Any) -> None:
+    ids = np.array(words("1+1=2")["input_ids"])
+    records = [SurveyedRecord(f"row {n}", (ModelInput.from_start(words, ids, 4),)) for n in (1, 2)]
+    preview = build_preview("sft", records, shown=5, ends={})
+    assert preview.within(len(preview.to_json())) == preview
+    smaller = preview.within(len(preview.to_json()) - 1)
+    assert len(smaller.to_json()) < len(preview.to_json())
+    assert [record.where for record in smaller.records] == ["row 1"]
+    hidden = "1 of 2, for their size; distill preview shows all"
+    assert smaller.facts == (*preview.facts, ("records not shown", hidden))
 
 
 def test_long_runs_are_cut_and_their_borders_stay(words: Any) -> None:

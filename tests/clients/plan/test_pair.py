@@ -105,6 +105,13 @@ def test_data_without_text(tmp_path: Path) -> None:
         texts_in(str(path), [], 10)
 
 
+def test_the_text_of_parts(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    parts = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": parts}]}) + "\n")
+    assert texts_in(str(path), [], 10) == ["What is it?"]
+
+
 def test_other_special_tokens(pair_directory: Path, capsys: Capture) -> None:
     """The report lists the roles of special tokens, and text tokens without a role."""
     document = json.loads((pair_directory / "teacher" / "tokenizer.json").read_text())

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from clients.config.on_policy import OnPolicyJob, OnPolicyTeacher
 from clients.config.tables.common import StudentConfig
 from clients.config.tables.data import DataConfig
-from clients.data.preview import Preview
+from clients.data.preview import MAX_BYTES, Preview
 from distill_server.jobs.database import open_database
 from distill_server.jobs.store import JobStore
 from protos.rpc.ports import free_ports
@@ -206,6 +206,9 @@ def test_a_preview_is_sent_if_it_is_valid(site: Site) -> None:
     assert site.ask(path).json() == {"preview": expected}
     file.write_text('{"method": 7}')
     assert site.ask(path).json() == {"preview": None}
+    file.write_text(preview.to_json() + " " * MAX_BYTES)
+    warning = "the preview has more than 512 KiB: distill report shows it"
+    assert site.ask(path).json()["preview"]["warnings"] == [warning]
     file.unlink()
     file.symlink_to("/etc/passwd")
     assert site.ask(path).json() == {"preview": None}

@@ -229,10 +229,10 @@ def test_what_is_left_out_is_counted(
         (
             {"method__max_tokens": 3},
             {"prompt": "1+1=", "answer": "2"},
-            "data.eval_path",
+            "data.path",
             "at most 3",
         ),
-        ({}, {"prompt": "1+1=", "answer": ""}, "data.eval_path", "with an answer is left"),
+        ({}, {"prompt": "1+1=", "answer": ""}, "data.path", "with an answer is left"),
     ],
 )
 def test_data_that_cannot_be_learned(
