@@ -19,7 +19,6 @@ from clients.runs.directory import RunDirectory, Verdict
 from clients.runs.progress import AttemptDied, Progress, prepare, run_to_verdict
 from clients.runs.started_services import connected
 from clients.store.copies import files_on_disk
-from protos.errors import WrongState
 from student_trainer.parallel.launcher import end_with_launcher, is_main_process
 from student_trainer.rewards import Rewards, make_rewards
 from student_trainer.rollout_client.local_services import rollout_services
@@ -55,18 +54,13 @@ def main() -> int:
         main=is_main_process(),
         terminated=terminated,
     )
-    try:
-        # Only the main process of a launch locks the run directory.
-        with run.held() if is_main_process() else nullcontext():
-            return run_to_verdict(
-                progress,
-                lambda: _detect_lost_process(
-                    lambda: _run_attempt(run, config, progress, options.attempt, options.from_step)
-                ),
-            )
-    except WrongState as error:  # another trainer owns the run: do not write its status
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return run_to_verdict(
+        progress,
+        lambda: _detect_lost_process(
+            lambda: _run_attempt(run, config, progress, options.attempt, options.from_step)
+        ),
+        run.held() if is_main_process() else nullcontext(),
+    )
 
 
 def _detect_lost_process(attempt: Callable[[], Verdict]) -> Verdict:

@@ -28,6 +28,7 @@ from clients.runs.progress import Progress, write_preview
 from protos.errors import InvalidInput
 from student_trainer.checkpoints import checkpoint
 from student_trainer.checkpoints.copies import RunCopies
+from student_trainer.checkpoints.model_directory import check_same_tokenizer, read_source_files
 from student_trainer.data.captured_stores import TrainingStore, check_same_store
 from student_trainer.loop.learner import Method
 from student_trainer.loop.optimizer import make_optimizer
@@ -41,10 +42,16 @@ from student_trainer.model.loading import (
     load_config,
     load_model,
     load_tokenizer,
+    local_directory,
     require_trainable,
 )
 from student_trainer.model.student import Student
-from student_trainer.parallel.collectives import make_accelerator, max_over_ranks, time_limit
+from student_trainer.parallel.collectives import (
+    make_accelerator,
+    max_over_ranks,
+    raise_on_all_ranks,
+    time_limit,
+)
 from student_trainer.parallel.launcher import is_main_process
 from student_trainer.parallel.sharding import Replicated, Sharded, distribute
 from student_trainer.parallel.tensor_parallel import check_divisible
@@ -81,9 +88,12 @@ def assemble(
     """
     disable_progress_bar()  # progress bars of every checkpoint would fill the log
     tokenizer = load_tokenizer(config.student)
-    choose_chat_template(config, tokenizer, teachers)
-    if is_main_process():  # before the checks of the data, which may refuse it
-        write_preview(run, lambda: preview_of(config, tokenizer=tokenizer))
+    warnings = choose_chat_template(config, tokenizer, teachers)
+    source_files: Mapping[str, bytes] = {}
+    if is_main_process():
+        source_files = read_source_files(local_directory(config.student), tokenizer.chat_template)
+        # Before the checks of the data, which may refuse it.
+        write_preview(run, lambda: preview_of(config, tokenizer=tokenizer, warnings=warnings))
     text_config = _check_student(config)
     width, max_length = text_config.vocab_size, max_sequence_length(text_config)
     preparation = _prepare_method(config, Inputs(tokenizer, width, max_length, teachers, rewards))
@@ -94,6 +104,9 @@ def assemble(
     step, checkpoint_path = _find_resumed_checkpoint(config, run, from_step, copies)
     if preparation.store is not None and checkpoint_path is not None:
         check_same_store(preparation.store, checkpoint.read_facts(checkpoint_path))
+    if checkpoint_path is not None:
+        saved = checkpoint_path / "model"
+        raise_on_all_ranks(accelerator, lambda: check_same_tokenizer(saved, source_files))
     progress.say("loading student", step)
     wait_for_shared_gpus(config, service, accelerator)
     student = _load_student(config, checkpoint_path, accelerator, preparation, tokenizer)
@@ -120,6 +133,7 @@ def assemble(
         student=student,
         optimizer=optimizer,
         tokenizer=tokenizer,
+        source_files=source_files,
         copies=copies,
         metrics=_open_log(config, run, accelerator, attempt, step),
         resumed_metrics=checkpoint.read_metrics(checkpoint_path) if checkpoint_path else None,

@@ -12,14 +12,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
 from clients.config.tables.job import JobConfig
-from clients.data.preview import Preview
+from clients.data.preview import MAX_BYTES, Preview
 from clients.runs.directory import RunDirectory, Status, Verdict, replace_file
 from clients.runs.fence import require_unfenced
-from protos.errors import DistillError, ExitCode, Unavailable, WrongState
+from protos.errors import DistillError, ExitCode, InvalidInput, Unavailable, WrongState
 
 _SECONDS_BETWEEN_WRITES = 0.5
 _Job = TypeVar("_Job", bound=JobConfig)
@@ -63,6 +64,7 @@ class Progress:
         self._terminated = terminated
         self.agree = agree
         self._status = Status(attempt=attempt, verdict="running", max_steps=max_steps)
+        self._notes: list[str] = []
         self._written_at = -_SECONDS_BETWEEN_WRITES
 
     @property
@@ -82,12 +84,20 @@ class Progress:
             self._write_status(status)
         self._status = status
 
+    def note(self, text: str) -> None:
+        """Log a warning, which is also the reason of the verdict if the attempt succeeds."""
+        if self._main:
+            logging.warning("%s", text)
+            self._notes.append(text)
+
     def end(self, verdict: Verdict, reason: str = "", error: DistillError | None = None) -> None:
         """Write the final verdict. `error`: the cause of a failure, which has the reason.
 
         "failed" is written by the process that failed, on any rank; the first failure is kept.
         Other verdicts are written by the main process.
         """
+        if verdict == "succeeded":
+            reason = reason or "; ".join(self._notes)
         if verdict == "failed":
             written_status = self._run.read_status()
             is_first_failure = written_status is None or (
@@ -141,13 +151,33 @@ class Progress:
 _DISK_FAULTS = frozenset((errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EROFS))
 
 
-def run_to_verdict(progress: Progress, attempt: Callable[[], Verdict]) -> int:
+def run_to_verdict(
+    progress: Progress,
+    attempt: Callable[[], Verdict],
+    lock: AbstractContextManager[None] = nullcontext(),  # noqa: B008 (it has no state)
+) -> int:
     """Run an attempt, write its verdict, and return the exit code of the program.
 
     A DistillError gives its own exit code. A disk that is full or does not respond counts as
     Unavailable. Cancelled gives the verdict "cancelled". AttemptDied leaves no verdict, as if this
     process had been killed. Any other exception is logged and gives JOB_FAILED.
+
+    `lock`: `RunDirectory.held` in the main process. A WrongState error of the lock, or of a status
+    that belongs to a newer attempt, is printed and not written.
     """
+    try:
+        with lock:
+            return _run_to_verdict(progress, attempt)
+    except WrongState as error:  # the status file belongs to the other process
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except DistillError as error:
+        return _end_as_failed(progress, error)
+    except OSError as error:
+        return _end_as_failed(progress, _write_fault(error))
+
+
+def _run_to_verdict(progress: Progress, attempt: Callable[[], Verdict]) -> int:
     try:
         verdict = attempt()
         progress.end(verdict)
@@ -191,6 +221,16 @@ def _disk_fault(error: OSError) -> Unavailable:
         f"{(error.strerror or str(error)).lower()}{place}",
         field="disk",
         hint="free or repair the disk; a job of a server then continues",
+    )
+
+
+def _write_fault(error: OSError) -> DistillError:
+    if is_of_a_disk(error):
+        return _disk_fault(error)
+    return InvalidInput(
+        f"{(error.strerror or str(error)).lower()}: {error.filename}",
+        field="run directory",
+        hint="the user that runs the job must be able to write there",
     )
 
 
@@ -239,7 +279,7 @@ def write_preview(run: RunDirectory, make_preview: Callable[[], Preview]) -> Non
     if run.preview.exists():
         return
     try:
-        replace_file(run.preview, make_preview().to_json())
+        replace_file(run.preview, make_preview().within(MAX_BYTES).to_json())
     except DistillError as error:
         logging.warning("the job has no preview: %s", error)
 
@@ -264,9 +304,4 @@ def run_program(
     job = run.config()
     assert isinstance(job, kind), "trainer_command starts the program of each kind"
     progress = Progress(run, attempt=options.attempt, max_steps=0, main=True, terminated=terminated)
-    try:
-        with run.held():
-            return run_to_verdict(progress, lambda: work(run, job, progress))
-    except WrongState as error:  # the status file belongs to the other process
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return run_to_verdict(progress, lambda: work(run, job, progress), run.held())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 
 from clients.jobs.job import JobState
@@ -74,7 +75,7 @@ def verdict_of(
     verdict = status.verdict if status is not None else "running"
     reason = status.reason if status is not None else ""
     if verdict == "succeeded":
-        return JobEnded(JobState.SUCCEEDED)
+        return JobEnded(JobState.SUCCEEDED, reason)
     if isinstance(outcome, CancelledInCluster) and not is_cancelling:
         return JobEnded(JobState.CANCELLED, outcome.reason)
     if verdict == "cancelled" and is_cancelling:
@@ -87,6 +88,9 @@ def verdict_of(
     elif verdict == "cancelled" and not is_blameless_loss:
         # No user requested it: the machine is drained, or the attempt was preempted.
         attempt_died = DeadAttempt(reason or "the trainer was stopped by SIGTERM", blameless=True)
+    elif outcome == Exited(-signal.SIGTERM):
+        # It came from outside, before the trainer had its handler.
+        attempt_died = DeadAttempt("the trainer was stopped by SIGTERM", blameless=True)
     elif outcome == Exited(ExitCode.UNREACHABLE):
         # The trainer could not write its verdict, most likely because the disk is full.
         reason = "the trainer could not write its verdict; see its log"

@@ -25,7 +25,7 @@ _ROPE_NAMES = {"gpt_neox": _NEOX_NAMES, "gpt_neox_japanese": _NEOX_NAMES}
 
 
 def make_configuration_compatible(
-    file: Path, original: Path | None, dtype: str, aliases: Mapping[str, str], *, is_tied: bool
+    file: Path, original: bytes | None, dtype: str, aliases: Mapping[str, str], *, is_tied: bool
 ) -> None:
     """Rewrite a config.json of transformers 5 so that transformers 4 reads the same model.
 
@@ -36,8 +36,8 @@ def make_configuration_compatible(
     """
     saved = json.loads(file.read_text("utf-8"))
     config = saved
-    if original is not None and original.is_file():
-        original_config = json.loads(original.read_text("utf-8"))
+    if original is not None:
+        original_config = json.loads(original)
         if original_config.get("model_type") == saved["model_type"]:
             config = {**original_config, "architectures": saved["architectures"]}
     text, saved_text = config.get("text_config", config), saved.get("text_config", saved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -14,6 +15,8 @@ from transformers.core_model_loading import build_glob_alternation, revert_weigh
 from protos.errors import InvalidInput
 from student_trainer.checkpoints.atomic_directory import write_atomically
 from student_trainer.checkpoints.model_directory import (
+    make_next_token_layers,
+    read_source_files,
     remove_aliases,
     split_weights,
     write_small_files,
@@ -31,6 +34,8 @@ from student_trainer.model.lora import (
 from student_trainer.parallel.shards import full_tensors
 from student_trainer.teachers.anchor import Anchor
 
+log = logging.getLogger(__name__)
+
 _CPU = torch.device("cpu")
 
 
@@ -40,6 +45,8 @@ def export_model(
     model: Any,
     tokenizer: Any,
     source: Path | None = None,
+    source_files: Mapping[str, bytes] | None = None,
+    note: Callable[[str], None] = log.warning,
     anchor: Anchor | None = None,
     dtype: torch.dtype = torch.float32,
     main: bool = True,
@@ -49,12 +56,15 @@ def export_model(
     Weights are rounded to `dtype`, except those in `adapter/`. LoRA adapters are merged into the
     weights, and also stored alone in `adapter/`. The anchor is written the same way into `anchor/`.
     In addition to the model, `main` needs memory for the weights of one layer, or for the
-    embeddings. `source`: directory of the original model, whose tokenizer files are copied; None
-    for a model created in memory.
+    embeddings. `source`: directory of the original model; None for a model created in memory.
+    `source_files`: as `read_source_files` returned them at the start of the run; None: they are
+    read now. `note` receives what the user should know of the export.
 
     Raises InvalidInput (`export.dtype`) if `dtype` is float16 and a number is beyond its range, and
     WrongState if a newer attempt has taken over the run.
     """
+    if source is not None and source_files is None and main:
+        source_files = read_source_files(source, tokenizer.chat_template)
     weights = model.state_dict(keep_vars=True)
     models = {"": weights}
     if anchor is not None:
@@ -63,9 +73,15 @@ def export_model(
     def write(partial: Path | None) -> None:
         overflows: list[str] = []
         for name, model_weights in models.items():
-            overflows += _write_model(
-                partial / name if partial else None, model, model_weights, tokenizer, source, dtype
-            )
+            path = partial / name if partial is not None else None
+            unread = None
+            if path is not None:
+                path.mkdir(exist_ok=True)
+                write_small_files(path, model, dtype, tokenizer, source_files)
+                unread = make_next_token_layers(source, path, model, published_shapes(model))
+                if correction := unread.correct_count():
+                    note(correction)
+            overflows += _write_model(path, model, model_weights, dtype, unread)
         if overflows:  # after all collectives
             raise InvalidInput(
                 f"{overflows[0]} has a number beyond {torch.finfo(dtype).max:g}, the largest of"
@@ -84,20 +100,10 @@ def _write_model(
     path: Path | None,
     model: Any,
     weights: Mapping[str, Tensor],
-    tokenizer: Any,
-    source: Path | None,
     dtype: torch.dtype,
+    unread: NextTokenLayers | None,
 ) -> Sequence[str]:
-    """Collective. Write a model directory; a process whose `path` is None writes nothing.
-
-    Returns the names of weights beyond the range of float16, as `write_weights` does.
-    """
-    unread = None
-    if path is not None:
-        path.mkdir(exist_ok=True)
-        write_small_files(path, model, dtype, tokenizer, source)
-        unread = NextTokenLayers(source, model.config, published_shapes(model))
-        unread.correct_count(path / "config.json")
+    """Collective. Write the weights of a model directory, and `adapter/`; see `write_weights`."""
     overflows = write_weights(path, model, weights, dtype, unread)
     if has_adapters(model):
         adapters = {name: weights[name] for name in trainable_weights(model)}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import shutil
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,18 @@ from torch import Tensor
 from clients.data.models.files import ADAPTER_CONFIG, TEMPLATES, list_model_files
 from clients.data.tokens.answers import end_ids
 from clients.data.tokens.tokenizer import LEGACY_TEMPLATE, chat_templates_in
+from protos.errors import WrongState
 from student_trainer.checkpoints.atomic_directory import MANIFEST
 from student_trainer.checkpoints.compatible_files import (
     make_configuration_compatible,
     make_tokenizer_compatible,
 )
+from student_trainer.checkpoints.next_token_layers import NextTokenLayers
 from student_trainer.model.lora import has_adapters, save_adapter_configuration
 
-log = logging.getLogger(__name__)
-
+_TOKENIZER_FILES = frozenset(
+    ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")
+)
 # Limit of a file of weights; transformers' default for `save_pretrained`.
 _MAX_FILE_BYTES = 50_000_000_000
 
@@ -76,51 +79,93 @@ def split_weights(
     return files, {"model.safetensors.index.json": text.encode()}
 
 
-def collect_small_files(model: Any, tokenizer: Any, source: Path | None) -> dict[str, bytes]:
-    """Return the files of a model directory without weights, by name.
+def read_source_files(source: Path, chat_template: Any) -> dict[str, bytes]:
+    """Return the files of a student's directory that model directories of its run have, by name.
 
-    These files do not change during a run. `source`: see `write_small_files`.
+    These are the files without weights: tokenizer files, with `chat_template` unless it is None,
+    and config.json. A run reads them once, so later changes do not reach its export.
     """
     with tempfile.TemporaryDirectory() as name:
         path = Path(name)
-        write_small_files(path, model, model.dtype, tokenizer, source)
+        for file in list_model_files(source):
+            if _is_carried_over(file):
+                (path / file).parent.mkdir(exist_ok=True)
+                shutil.copyfile(source / file, path / file)
+        _write_chat_template(path, chat_template)
+        return _read_files(path)
+
+
+def check_same_tokenizer(path: Path, source_files: Mapping[str, bytes]) -> None:
+    """Raise WrongState if the student's tokenizer or template changed since a checkpoint.
+
+    `path`: the model directory of the checkpoint. `source_files`: as of `read_source_files`.
+    """
+    for name in _TOKENIZER_FILES & source_files.keys():
+        file = path / name
+        if file.is_file() and file.read_bytes() != source_files[name]:
+            raise WrongState(
+                f"{name} is not the one that this run started with",
+                field="student.model",
+                hint="restore the original file, or submit a new job",
+            )
+
+
+def collect_small_files(
+    model: Any, tokenizer: Any, source_files: Mapping[str, bytes] | None
+) -> dict[str, bytes]:
+    """Return the files of a checkpoint's model directory that hold no weights, by name.
+
+    They do not change during a run. `source_files`: see `write_small_files`.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name)
+        write_small_files(path, model, model.dtype, tokenizer, source_files)
         if has_adapters(model):
             (path / "config.json").unlink()
             (path / "generation_config.json").unlink(missing_ok=True)
             save_adapter_configuration(path, model)
-        return {
-            str(file.relative_to(path)): file.read_bytes()
-            for file in sorted(path.rglob("*"))
-            if file.is_file()
-        }
+        else:
+            # Layers that transformers does not read are in exports only.
+            names = [name for name, _ in model.named_parameters()]
+            make_next_token_layers(None, path, model, names).correct_count()
+        return _read_files(path)
+
+
+def _read_files(path: Path) -> dict[str, bytes]:
+    files = (file for file in sorted(path.rglob("*")) if file.is_file())
+    return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
 def write_small_files(
-    path: Path, model: Any, dtype: torch.dtype, tokenizer: Any, source: Path | None
+    path: Path,
+    model: Any,
+    dtype: torch.dtype,
+    tokenizer: Any,
+    source_files: Mapping[str, bytes] | None,
 ) -> None:
     """Write the files of a model directory without weights, for transformers 4 and 5.
 
-    `source`: the directory of the original model, whose other files, such as tokenizer files, are
-    copied. None: the model was created in memory. A directory that no longer exists is treated as
-    None. `dtype`: of the stored weights.
+    `source_files`: those of the original model, as `read_source_files` returned them. None: the
+    model was created in memory. `dtype`: of the stored weights.
     """
-    if source is not None and not source.is_dir():
-        log.warning(
-            "%s has been deleted: the files of the tokenizer are those of transformers", source
-        )
-        source = None
-    if source is None:
+    if source_files is None:
         tokenizer.save_pretrained(path)
         if hasattr(model, "image_processor"):  # see model/loading.py
             model.image_processor.save_pretrained(path)
-    else:
-        for name in list_model_files(source):
-            if _is_carried_over(name):
-                (path / name).parent.mkdir(exist_ok=True)
-                shutil.copyfile(source / name, path / name)
-        _write_chat_template(path, tokenizer.chat_template)
+    for name, content in (source_files or {}).items():
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_bytes(content)
     make_tokenizer_compatible(path / "tokenizer_config.json")
-    _save_configuration(path, model, dtype, tokenizer, source)
+    _save_configuration(path, model, dtype, tokenizer, (source_files or {}).get("config.json"))
+
+
+def make_next_token_layers(
+    source: Path | None, path: Path, model: Any, own_names: Collection[str]
+) -> NextTokenLayers:
+    """Return the next-token layers of a model directory `path` that has its config.json."""
+    # Blt has several stacks.
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", sys.maxsize)
+    return NextTokenLayers(source, path / "config.json", layers, own_names)
 
 
 def _write_chat_template(path: Path, template: Any) -> None:
@@ -133,27 +178,28 @@ def _write_chat_template(path: Path, template: Any) -> None:
 
 
 def _is_carried_over(name: str) -> bool:
-    """Return whether a file of a model directory has no weights and is copied unchanged."""
+    """Return whether a file of a student's directory goes into the model directories of a run."""
     # The manifest of an earlier export is about the files of that export.
-    is_rewritten = name in ("config.json", "generation_config.json", ADAPTER_CONFIG, MANIFEST)
+    is_rewritten = name in ("generation_config.json", ADAPTER_CONFIG, MANIFEST)
     is_about_weights = name.endswith((".safetensors", ".index.json"))
     return not is_rewritten and not is_about_weights and not name.startswith("anchor/")
 
 
 def _save_configuration(
-    path: Path, model: Any, dtype: torch.dtype, tokenizer: Any, source: Path | None
+    path: Path, model: Any, dtype: torch.dtype, tokenizer: Any, original: bytes | None
 ) -> None:
     """Write the files config.json and generation_config.json; see `write_small_files`.
 
-    generation_config.json lists all end tokens of answers, so that an inference server stops as
-    sampling in training does. The configuration of the model object does not change.
+    `original`: config.json of the original model. generation_config.json lists all end tokens of
+    answers, so that an inference server stops as sampling in training does. The configuration of
+    the model object does not change.
     """
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.save_pretrained(path)
     make_configuration_compatible(
         path / "config.json",
-        source / "config.json" if source is not None else None,
+        original,
         str(dtype).removeprefix("torch."),
         config.get_text_config().attribute_map,
         is_tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,

@@ -63,7 +63,8 @@ class Trainer:
     """Runs the steps of a job from the last finished step to the verdict.
 
     step: the last finished step; 0 for a new run. metrics: None except in the main process.
-    resumed_metrics: the metrics of `step`, if its checkpoint contains them.
+    resumed_metrics: the metrics of `step`, if its checkpoint contains them. source_files: as
+    `read_source_files` returned them; {} except in the main process.
     """
 
     config: AnyTraining
@@ -78,6 +79,7 @@ class Trainer:
     copies: RunCopies
     metrics: MetricsLog | None
     resumed_metrics: Mapping[str, float] | None = None
+    source_files: Mapping[str, bytes] | None = None
 
     def __post_init__(self) -> None:
         student, accelerator, metrics = self.student, self.accelerator, self.metrics
@@ -91,7 +93,9 @@ class Trainer:
         self._saver = Saver(
             accelerator,
             self.run.checkpoints,
-            small_files=collect_small_files(model, self.tokenizer, self._source) if main else {},
+            small_files=collect_small_files(model, self.tokenizer, self.source_files)
+            if main
+            else {},
             facts=self.method.facts,
             before_publication=metrics.sync if metrics is not None else lambda: None,
             after_publication=self._delete_old,
@@ -310,8 +314,7 @@ class Trainer:
         try:
             raise_on_all_ranks(self.accelerator, lambda: self._export_in(dtype))
         except InvalidInput as overflow:
-            if self.accelerator.is_main_process:
-                log.warning("%s: %s. The export is in bfloat16", overflow.field, overflow.message)
+            self.progress.note(f"the export is in bfloat16, not float16: {overflow.message}")
             raise_on_all_ranks(self.accelerator, lambda: self._export_in(torch.bfloat16))
         self.copies.finish(self.step)
 
@@ -321,6 +324,8 @@ class Trainer:
             model=self.student.trained.model,
             tokenizer=self.tokenizer,
             source=self._source,
+            source_files=self.source_files,
+            note=self.progress.note,
             anchor=self.method.anchor,
             dtype=dtype,
             main=self.accelerator.is_main_process,

@@ -145,9 +145,9 @@ RUNNING, CANCELLING = JobState.RUNNING, JobState.CANCELLING
 @pytest.mark.parametrize(
     ("state", "verdict", "outcome", "expected"),
     [
-        (RUNNING, "succeeded", Exited(0), JobEnded(JobState.SUCCEEDED)),
+        (RUNNING, "succeeded", Exited(0), JobEnded(JobState.SUCCEEDED, "said so")),
         # The verdict counts, not the exit code of the interpreter's shutdown.
-        (RUNNING, "succeeded", Exited(-11), JobEnded(JobState.SUCCEEDED)),
+        (RUNNING, "succeeded", Exited(-11), JobEnded(JobState.SUCCEEDED, "said so")),
         (RUNNING, "failed", Exited(1), JobEnded(JobState.FAILED, "said so")),
         # Not requested: a preemption, or a machine that is drained.
         (RUNNING, "cancelled", Exited(0), DeadAttempt("said so", blameless=True)),
@@ -157,6 +157,8 @@ RUNNING, CANCELLING = JobState.RUNNING, JobState.CANCELLING
             Exited(-9),
             DeadAttempt("the trainer was killed by signal 9 at step 37", False),
         ),
+        # Stopped from outside before its handler was set: it costs no retry.
+        (RUNNING, None, Exited(-15), DeadAttempt("the trainer was stopped by SIGTERM", True)),
         (
             RUNNING,
             None,
@@ -169,7 +171,7 @@ RUNNING, CANCELLING = JobState.RUNNING, JobState.CANCELLING
             Lost(False),
             DeadAttempt("the trainer and its supervisor process disappeared at step 37", False),
         ),
-        (CANCELLING, "succeeded", Exited(0), JobEnded(JobState.SUCCEEDED)),
+        (CANCELLING, "succeeded", Exited(0), JobEnded(JobState.SUCCEEDED, "said so")),
         (CANCELLING, "failed", Exited(1), JobEnded(JobState.FAILED, "said so")),
         (CANCELLING, "cancelled", Exited(0), JobEnded(JobState.CANCELLED, "said so")),
         (

@@ -14,10 +14,15 @@ from tokenizers import AddedToken
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from clients.config.tables.common import StudentConfig
+from protos.errors import WrongState
 from student_trainer.checkpoints.atomic_directory import is_intact
 from student_trainer.checkpoints.checkpoint import checkpoint_path, collect_contents
 from student_trainer.checkpoints.export import export_model
-from student_trainer.checkpoints.model_directory import collect_small_files
+from student_trainer.checkpoints.model_directory import (
+    check_same_tokenizer,
+    collect_small_files,
+    read_source_files,
+)
 from student_trainer.checkpoints.saver import Saver
 from student_trainer.model.loading import load_model, load_tokenizer, local_directory
 from student_trainer.parallel.collectives import make_accelerator
@@ -122,6 +127,10 @@ def export(student: Path, path: Path) -> Path:
     return path
 
 
+def files_of(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir() if file.is_file()}
+
+
 def as_transformers_4(directory: Path, rope_theta: float) -> None:
     """Give a model directory the entries that transformers 4 writes."""
     file = directory / "config.json"
@@ -186,17 +195,40 @@ def test_every_small_file_of_the_student_is_carried_over(tmp_path: Path) -> None
     assert not [name for name in others if (path / name).exists()]
 
 
-def test_an_export_has_a_tokenizer_if_the_student_is_deleted_during_the_job(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("change", ["edited", "deleted"])
+def test_an_export_has_the_tokenizer_and_configuration_of_the_start(
+    tmp_path: Path, change: str
 ) -> None:
     student = save_student(tmp_path / "student", *TYPES["qwen3"])
     config = StudentConfig(model=str(student))
     model, tokenizer = load_model(config), load_tokenizer(config)
-    shutil.rmtree(student)
-    export_model(tmp_path / "export", model=model, tokenizer=tokenizer, source=student)
-    exported = load_tokenizer(StudentConfig(model=str(tmp_path / "export")))
-    assert exported.get_vocab() == tokenizer.get_vocab()
-    assert f"{student} has been deleted" in caplog.text
+    expected = export(student, tmp_path / "expected")
+    source_files = read_source_files(student, tokenizer.chat_template)
+    if change == "deleted":
+        shutil.rmtree(student)
+    else:
+        for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+            (student / name).write_text('{"edited": true}')
+        (student / "chat_template.jinja").write_text("edited")
+    export_model(
+        tmp_path / "export",
+        model=model,
+        tokenizer=tokenizer,
+        source=student,
+        source_files=source_files,
+    )
+    assert files_of(tmp_path / "export") == files_of(expected)
+
+
+def test_a_run_is_not_resumed_with_another_tokenizer(tmp_path: Path) -> None:
+    student = save_student(tmp_path / "student", *TYPES["qwen3"])
+    tokenizer = load_tokenizer(StudentConfig(model=str(student)))
+    checkpoint = export(student, tmp_path / "checkpoint")
+    check_same_tokenizer(checkpoint, read_source_files(student, tokenizer.chat_template))
+    text = (student / "tokenizer.json").read_text()
+    (student / "tokenizer.json").write_text(text.replace('"<|', '"<||', 1))
+    with pytest.raises(WrongState, match=r"student\.model: tokenizer\.json is not the one"):
+        check_same_tokenizer(checkpoint, read_source_files(student, tokenizer.chat_template))
 
 
 def test_a_head_of_its_own_is_not_tied(tmp_path: Path) -> None:
@@ -213,7 +245,9 @@ def test_a_student_that_is_an_export_has_intact_checkpoints_and_exports(tmp_path
     student = export(save_student(tmp_path / "student", *TYPES["qwen3"]), tmp_path / "first")
     config = StudentConfig(model=str(student))
     model = load_model(config)
-    small_files = collect_small_files(model, load_tokenizer(config), student)
+    small_files = collect_small_files(
+        model, load_tokenizer(config), read_source_files(student, None)
+    )
     saver = Saver(make_accelerator(LIMIT), tmp_path, small_files=small_files)
     saver.save(1, collect_contents(model, torch.optim.AdamW(model.parameters())), None)
     saver.finish()

@@ -250,10 +250,20 @@ def save_deepseek(path: Path, *, next_token_layer: bool) -> Path:
     return path
 
 
-def test_layers_that_transformers_ignores_are_carried_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_layers_that_transformers_ignores_are_carried_over(
+    tmp_path: Path, is_resumed: bool
+) -> None:
+    """A checkpoint has not got them, and does not count them; the export of a resumed run has."""
     student = save_deepseek(tmp_path / "student", next_token_layer=True)
-    model = load_model(StudentConfig(model=str(student)))
-    export_model(tmp_path / "export", model=model, tokenizer=tiny.tokenizer(), source=student)
+    model, words = load_model(StudentConfig(model=str(student))), tiny.tokenizer()
+    if is_resumed:
+        optimizer = torch.optim.AdamW(model.parameters())
+        path = save_checkpoint(tmp_path, 1, model=model, tokenizer=words, optimizer=optimizer)
+        config = json.loads((path / "model" / "config.json").read_text())
+        assert config["num_nextn_predict_layers"] == 0
+        model = load_model(StudentConfig(model=str(student)), path / "model")
+    export_model(tmp_path / "export", model=model, tokenizer=words, source=student)
     name = "model.layers.2.eh_proj.weight"
     weights = load_file(tmp_path / "export" / "model.safetensors")
     assert torch.equal(weights[name], load_file(student / "model.safetensors")[name])

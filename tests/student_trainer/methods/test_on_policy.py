@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from clients.runs.directory import RunDirectory
-from clients.runs.progress import Progress
+from clients.runs.directory import RunDirectory, Verdict
+from clients.runs.progress import Progress, run_to_verdict
 from protos.errors import Corrupt, InvalidInput
 from student_trainer.checkpoints.copies import RunCopies
 from student_trainer.data.prompts import load_prompts
@@ -93,7 +95,7 @@ def gradients(student: Student) -> dict[str, Tensor]:
     return grads
 
 
-def new_run(material: tiny.Material, path: Path, **changes: int) -> RunDirectory:
+def new_run(material: tiny.Material, path: Path, **changes: Any) -> RunDirectory:
     return RunDirectory.create(path, tiny.job(material, **changes))
 
 
@@ -236,3 +238,24 @@ def test_a_prompt_with_a_token_that_the_student_lacks_is_refused(material: tiny.
     inputs = Inputs(words, len(words) - 1, max_length=None, teachers={}, rewards=None)
     with pytest.raises(InvalidInput, match="has the token '='"):
         prepare(tiny.job(material), inputs)
+
+
+def test_an_export_in_another_dtype_is_the_reason_of_the_verdict(
+    material: tiny.Material, tmp_path: Path
+) -> None:
+    run = new_run(material, tmp_path / "run", export__dtype="float16")
+    trainer, student, _ = make_trainer(material, run)
+    with torch.no_grad():
+        student.model.get_input_embeddings().weight[3, 4] = 1e5
+
+    def attempt() -> Verdict:
+        trainer._export()
+        return "succeeded"
+
+    assert run_to_verdict(trainer.progress, attempt, run.held()) == 0
+    status = run.read_status()
+    assert status is not None
+    assert re.fullmatch(
+        r"the export is in bfloat16, not float16: \S+ has a number beyond 65504, .*", status.reason
+    )
+    assert json.loads((run.export / "config.json").read_text())["dtype"] == "bfloat16"
