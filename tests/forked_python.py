@@ -28,6 +28,8 @@ MODULES = {
     "student_trainer.exam",
     "student_trainer.exam.job",
     "student_trainer.rollout_service",
+    "student_trainer.tools.accuracy",
+    "student_trainer.tools.addition",
     "student_trainer.tools.pretrain",
     "teacher_service",
     "teacher_service.capture",

@@ -2,9 +2,9 @@
 
     python -m benchmarks.evidence.methods [--processes 2] [--seeds 5]
 
-Task: sums of two numbers below 100 (`distill demo`): a teacher of 0.36 M weights that gets all of
-them right, a student of 0.11 M that gets a third. Every step learns from 64 sequences, at two
-learning rates, with a budget of teacher tokens or without one:
+Task: sums of two numbers below 100, as in `distill demo`: a teacher of 0.36 M weights that gets
+all of them right, a student of 0.11 M that gets a third. Every step learns from 64 sequences, at
+two learning rates, with a budget of teacher tokens or without one:
 
     sft         cross-entropy on the teacher's greedy answers
     offline     forward KL to stored rows of the same answers (k = 8, M = 4)
@@ -35,8 +35,21 @@ from benchmarks.rl.runs import train_once
 from benchmarks.rollouts.ahead import run_service
 from benchmarks.shared.programs import run_program
 from benchmarks.shared.results import RESULTS, add_run, describe_machine, load_results
-from clients.cli.demos.demo import MAKE_DATA, MAKE_STUDENT, MAKE_TEACHER, fill_directories
+from clients.cli.demos.demo import MAKE_DATA, fill_directories
 
+PRETRAIN = ("student_trainer.tools.pretrain", "--data", "{data}/train.jsonl", "--loss-on", "last")
+MAKE_TEACHER = (
+    *PRETRAIN,
+    *("--out", "{teacher}", "--tokenizer", "characters"),
+    *("--layers", "3", "--width", "96", "--steps", "2000", "--until-loss", "0.01"),
+)
+# The student has the teacher's tokenizer, and stops while most of its answers are wrong.
+MAKE_STUDENT = (
+    *PRETRAIN,
+    *("--out", "{student}", "--tokenizer", "{teacher}"),
+    *("--layers", "2", "--width", "64", "--steps", "2000", "--learning-rate", "2e-3"),
+    *("--until-loss", "0.85"),
+)
 STEPS, SEQUENCES, ANSWERS, TOKENS = 300, 64, 8, 4
 METHODS = ("sft", "offline", "on-policy", "rl")
 RATES = (3e-4, 1e-3)

@@ -91,6 +91,9 @@ def test_the_wheel_ships_what_is_not_python(wheel: set[str]) -> None:
     shipped = {"clients/cli/demos/demo_job.toml", "clients/cli/plots/report.css"}
     shipped.add("clients/cli/plots/preview.css")
     shipped |= {f"{package}/py.typed" for package in PACKAGES}
+    models = [path for path in ROOT.glob("clients/cli/demos/models/*/*") if path.is_file()]
+    assert models
+    shipped |= {str(path.relative_to(ROOT)) for path in models}
     assert shipped | {"protos/teacher.proto", "protos/teacher_pb2.pyi"} <= wheel
     pages = {str(path.relative_to(ROOT)) for path in ROOT.glob("distill_server/*/static/*")}
     assert pages

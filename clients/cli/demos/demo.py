@@ -1,4 +1,4 @@
-"""`distill demo`: create data and models, start teacher and server, run a job, print results."""
+"""`distill demo`: start a teacher and a server for the shipped models, run a job, print results."""
 
 from __future__ import annotations
 
@@ -24,22 +24,11 @@ if TYPE_CHECKING:
     from clients.jobs.client import DistillClient
     from clients.jobs.view import JobView
 
+# Made by benchmarks.evidence.demo_models: a teacher that adds, and a student that noise on its
+# weights has damaged. Trained at each start, they would differ between processors.
+MODELS = Path(__file__).with_name("models")
 # Arguments of `python -m`; {data} and the other fields are directories of the demo.
 MAKE_DATA = ("student_trainer.tools.addition", "{data}", "--seed", "0")
-PRETRAIN = ("student_trainer.tools.pretrain", "--data", "{data}/train.jsonl", "--loss-on", "last")
-MAKE_TEACHER = (
-    *PRETRAIN,
-    *("--out", "{teacher}", "--tokenizer", "characters"),
-    *("--layers", "3", "--width", "96", "--steps", "2000", "--until-loss", "0.01"),
-)
-# The student uses the teacher's tokenizer, as distillation requires.
-MAKE_STUDENT = (
-    *PRETRAIN,
-    *("--out", "{student}", "--tokenizer", "{teacher}"),
-    # Training stops while most of its answers are wrong, so that it can learn from the teacher.
-    *("--layers", "2", "--width", "64", "--steps", "2000", "--learning-rate", "2e-3"),
-    *("--until-loss", "0.85"),
-)
 EVALUATE_TEACHER = (
     *("student_trainer.tools.accuracy", "{teacher}", "--data", "{data}/heldout.jsonl"),
     *("--max-new-tokens", "4", "--json"),
@@ -51,6 +40,12 @@ TEACHER = (
 )
 SERVER = ("distill_server", "--runs", "{jobs}", "--port", "0")
 JOB = Path(__file__).with_name("demo_job.toml")
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override one key of the job file. Repeatable."
+    ),
+]
 # `clear` deletes only directories that contain this file.
 MARKER = ".distill-demo"
 
@@ -79,6 +74,7 @@ def demo(
         bool,
         typer.Option("--keep", help="Keep the teacher and the server running until Ctrl-C."),
     ] = False,
+    overrides: Overrides = None,
 ) -> ExitCode:
     """Try a distillation on this machine, with teacher and server. Takes minutes, needs no GPU."""
     from clients.cli.demos.services import Services
@@ -89,11 +85,12 @@ def demo(
     clear(directory, output)
     started_at = time.monotonic()
     with Services(directory / "logs") as services:
-        accuracy = _make_models(directory, services, output)
+        make_material(directory, services, output)
+        accuracy = _measure_teacher(directory, services, output)
         with output.stage("starting the teacher and the server"):
             teacher = services.listen("teacher", fill_directories(TEACHER, directory))
             server = services.listen("server", fill_directories(SERVER, directory))
-        config, progress = _train_student(directory, server, teacher, output)
+        config, progress = _train_student(directory, server, teacher, overrides or [], output)
         summary = _summarize(config, progress, accuracy, time.monotonic() - started_at)
         (directory / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")
         _print_summary(output, summary, directory)
@@ -126,23 +123,24 @@ def fill_directories(command: tuple[str, ...], directory: Path) -> list[str]:
     return [part.format_map({name: directory / name for name in names}) for part in command]
 
 
-def _make_models(directory: Path, services: Services, output: Output) -> float:
-    """Create the data, the teacher and the student. Return the accuracy of the teacher."""
-    printed = ""
-    for log, title, command in (
-        ("make-data", "generating the data", MAKE_DATA),
-        ("make-teacher", "training a teacher from scratch", MAKE_TEACHER),
-        ("make-student", "training a weaker student from scratch", MAKE_STUDENT),
-        ("evaluate-teacher", "evaluating the teacher", EVALUATE_TEACHER),
-    ):
-        with output.stage(title):
-            printed = services.run(log, fill_directories(command, directory))
+def make_material(directory: Path, services: Services, output: Output) -> None:
+    """Copy the shipped models to `directory`, and make the sums there."""
+    for name in ("teacher", "student"):
+        shutil.copytree(MODELS / name, directory / name)
+    with output.stage("generating the data"):
+        services.run("make-data", fill_directories(MAKE_DATA, directory))
+
+
+def _measure_teacher(directory: Path, services: Services, output: Output) -> float:
+    """Return the teacher's accuracy on the held-out sums."""
+    with output.stage("evaluating the teacher"):
+        printed = services.run("evaluate-teacher", fill_directories(EVALUATE_TEACHER, directory))
     # The output also has warnings of libraries; the result is its last line.
     return float(json.loads(printed.strip().splitlines()[-1])["accuracy"])
 
 
 def _train_student(
-    directory: Path, server: str, teacher: str, output: Output
+    directory: Path, server: str, teacher: str, overrides: list[str], output: Output
 ) -> tuple[OnPolicyJob, JobView]:
     from clients.config.file import load_job
     from clients.config.on_policy import OnPolicyJob
@@ -155,6 +153,7 @@ def _train_student(
             f"teacher.address={teacher}",
             f"data.path={directory / 'data' / 'train.jsonl'}",
             f"data.eval_path={directory / 'data' / 'heldout.jsonl'}",
+            *overrides,
         ],
     )
     with DistillClient(server) as client:

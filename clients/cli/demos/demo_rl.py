@@ -10,20 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
-from clients.cli.demos.demo import MAKE_DATA, PRETRAIN, clear, fill_directories
+from clients.cli.demos.demo import Overrides, clear, fill_directories, make_material
 from clients.cli.output import Output
 from clients.cli.settings import settings_of
 from protos.errors import ExitCode
 from protos.extras import require_extra
 
-MAKE_STUDENT = (
-    *PRETRAIN,
-    *("--out", "{student}", "--tokenizer", "characters"),
-    # Training stops while most of its answers are wrong and some are right, so that some rollouts
-    # get a reward.
-    *("--layers", "2", "--width", "64", "--steps", "2000", "--learning-rate", "2e-3"),
-    *("--until-loss", "0.7"),
-)
 JOB = Path(__file__).with_name("demo_rl_job.toml")
 TRAIN = (
     *("clients", "run", str(JOB), "--runs", "{jobs}"),
@@ -50,12 +42,7 @@ def demo_rl(
         str,
         typer.Option(metavar="DIR", help="Directory of the demo; an earlier demo is replaced."),
     ] = "runs/demo-rl",
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Override one key of the job file. Repeatable."
-        ),
-    ] = None,
+    overrides: Overrides = None,
 ) -> ExitCode:
     """Try training from rewards on this machine. Takes minutes, needs no GPU."""
     from clients.cli.demos.services import Services
@@ -67,13 +54,9 @@ def demo_rl(
     started_at = time.monotonic()
     changes = [part for override in overrides or () for part in ("--set", override)]
     with Services(directory / "logs") as services:
-        for log, title, command in (
-            ("make-data", "generating the data", MAKE_DATA),
-            ("make-student", "training a weak student from scratch", MAKE_STUDENT),
-            ("train", "training the student from rewards", (*TRAIN, *changes)),
-        ):
-            with output.stage(title):
-                services.run(log, fill_directories(command, directory))
+        make_material(directory, services, output)
+        with output.stage("training the student from rewards"):
+            services.run("train", fill_directories((*TRAIN, *changes), directory))
     summary = _summarize(directory / "jobs", time.monotonic() - started_at)
     (directory / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")
     _print_summary(output, summary)

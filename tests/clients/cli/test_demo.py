@@ -1,4 +1,4 @@
-"""The parts of the demo that need no models: its processes and its directory."""
+"""The parts of the demo that run no model: its processes, its directory and the shipped files."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import os
 import signal
 import sys
 import time
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from clients.cli.app import main
-from clients.cli.demos.demo import _accuracy_and_kl
+from clients.cli.demos.demo import MODELS, _accuracy_and_kl
 from clients.cli.demos.services import Services
 from protos.errors import ExitCode, InternalFault
 
@@ -102,3 +103,15 @@ def test_an_older_demo_is_replaced_and_that_is_said(
 
 def test_figures_are_accuracy_then_kl() -> None:
     assert _accuracy_and_kl({"eval/kl": 0.5, "eval/accuracy": 0.25}) == (0.25, 0.5)
+
+
+def test_the_shipped_models_are_those_of_the_checksums() -> None:
+    files = sorted(path for path in MODELS.glob("*/*") if path.is_file())
+    checksums = dict(
+        line.split("  ")[::-1] for line in (MODELS / "SHA256SUMS").read_text().splitlines()
+    )
+    assert checksums == {
+        f"{path.parent.name}/{path.name}": sha256(path.read_bytes()).hexdigest() for path in files
+    }
+    assert {path.parent.name for path in files} == {"teacher", "student"}
+    assert sum(path.stat().st_size for path in files) < 1_500_000
