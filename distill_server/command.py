@@ -189,7 +189,9 @@ def _create_machine(
 
 def _create_runner(ray: str | None, slurm: bool, slurm_options: list[str]) -> Runner:
     if slurm and ray is not None:
-        raise InvalidInput("cannot be given with --ray", field="--slurm", hint="leave one out")
+        raise InvalidInput(
+            "cannot be given with --ray", field="--slurm", hint="remove one of the two options"
+        )
     if slurm_options and not slurm:
         raise InvalidInput("needs --slurm", field="--slurm-option", hint="add --slurm")
     if slurm:
@@ -215,9 +217,9 @@ def _create_dashboard(port: int | None, external_url: str, tls: TlsFiles) -> Das
     if port is None:
         if external_url:
             raise InvalidInput(
-                "is for a server with a dashboard",
+                "needs a server with a dashboard",
                 field="--external-url",
-                hint="add --dashboard PORT, or leave it out",
+                hint="add --dashboard PORT, or remove the option",
             )
         return None
     # Imported only for --dashboard, so that a server without it does not load the web server.

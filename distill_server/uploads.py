@@ -159,7 +159,7 @@ class Uploads:
     def _write_part(self, sha256: str, offset: int, chunk: bytes, size: int) -> None:
         path, end = self._parts / sha256, offset + len(chunk)
         if end > size:
-            raise InvalidInput("more bytes than the file has", field="data")
+            raise InvalidInput("the part has more bytes than the file", field="data")
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         with open(descriptor, "r+b") as file:
             if offset > os.fstat(descriptor).st_size:
@@ -176,7 +176,7 @@ class Uploads:
                 path.unlink()
                 raise Corrupt(
                     "a file does not match its checksum",
-                    hint="submit again, and do not change the files meanwhile",
+                    hint="submit again, and do not change the files during the upload",
                 )
             os.fchmod(descriptor, 0o400)
             os.fsync(descriptor)
@@ -196,7 +196,7 @@ class Uploads:
             shutil.rmtree(partial_upload, ignore_errors=True)
             raise WrongState(
                 f"the server cannot link files in its --runs directory: {error.strerror}",
-                hint="start it with --runs on a file system that has hard links",
+                hint="start the server with --runs on a file system that has hard links",
             ) from error
         failpoint("upload-linked")
         fsync_directory(self._files)
@@ -207,9 +207,9 @@ class Uploads:
         free_bytes = max(0, shutil.disk_usage(self._root).free - _RESERVED_BYTES)
         if needed_bytes > free_bytes:
             raise WrongState(
-                f"the server lacks {needed_bytes / 1e9:.3g} GB of these files, and has room for"
-                f" {free_bytes / 1e9:.3g} GB",
-                hint="free disk space there, or name files that the server has",
+                f"these files need {needed_bytes / 1e9:.3g} GB, but the server's disk has"
+                f" {free_bytes / 1e9:.3g} GB free",
+                hint="free disk space on the server, or use files that the server has",
             )
 
 
@@ -252,11 +252,11 @@ def _check_files(files: Sequence[UploadFile]) -> None:
         if not _SHA256.fullmatch(file.sha256):
             raise InvalidInput(f"{file.path!r} has no sha256 checksum", field="files")
     if len({path.parts[0] for path in paths}) > 1 or len(set(paths)) < len(paths):
-        raise InvalidInput("the files are not those of one file or directory", field="files")
+        raise InvalidInput("the upload must be one file or one directory", field="files")
 
 
 def _make_begin_again() -> Unavailable:
-    return Unavailable("the server does not wait for this part", hint="begin the upload again")
+    return Unavailable("the server does not expect this part", hint="start the upload again")
 
 
 @contextmanager
@@ -267,6 +267,6 @@ def _full_disk_errors() -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise WrongState(
-            f"the server's disk took no more bytes: {error.strerror}",
-            hint="free disk space there, then submit again; what has arrived is kept",
+            f"the server cannot write the file: {error.strerror}",
+            hint="free disk space on the server, then submit again; the received bytes are kept",
         ) from error

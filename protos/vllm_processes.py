@@ -102,7 +102,7 @@ class DeathWatch:
 
     def exit(self, reason: str) -> None:
         """Exit this process with code 1."""
-        log.critical("%s; %s exits with code 1, start it again", reason, self._program)
+        log.critical("%s; %s exits with code 1; start the program again", reason, self._program)
         os._exit(_DEATH_EXIT_CODE)
 
     def close(self) -> None:

@@ -72,7 +72,7 @@ def _detect_lost_process(attempt: Callable[[], Verdict]) -> Verdict:
 
         if is_lost_process_error(error):
             fault = str(error).partition(". ")[0]
-            raise AttemptDied(f"another process of the trainer is lost: {fault}") from error
+            raise AttemptDied(f"another process of the trainer has died: {fault}") from error
         raise
 
 

@@ -168,7 +168,7 @@ def make_engine(
                 raise InvalidInput(
                     "the endpoint engine needs the tokenizer of the server's model",
                     field="--tokenizer",
-                    hint="give its directory or hub id",
+                    hint="give the directory or hub id of the tokenizer",
                 )
             return EndpointEngine(
                 settings.model,
@@ -222,7 +222,10 @@ def _require_divisible(settings: ScoringEngineSettings) -> None:
     if settings.device_map != AUTO:
         problem, hint = f"unknown device map {settings.device_map!r}", f"use {AUTO}"
     elif settings.device != "auto":
-        problem, hint = "it takes all devices", "leave --device out, or set CUDA_VISIBLE_DEVICES"
+        problem, hint = (
+            "--device-map uses all devices",
+            "remove --device, or set CUDA_VISIBLE_DEVICES",
+        )
     elif settings.adapters:
         problem, hint = (
             "a model that is divided has no adapters",

@@ -53,7 +53,7 @@ def seconds_of(text: str) -> float:
     match = _TIME.fullmatch(text)
     if match is None:
         raise InvalidInput(
-            f"{text!r} is not a time", field="--older-than", hint="such as 30d or 12h"
+            f"{text!r} is not a time", field="--older-than", hint="write a time such as 30d or 12h"
         )
     return float(int(match[1]) * _SECONDS[match[2]])
 

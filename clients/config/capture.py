@@ -146,22 +146,23 @@ class CaptureJob(JobConfig):
             (
                 teacher.model is None,
                 "teacher.address teacher.patience_seconds teacher.prefetch_mib teacher.adapter",
-                "the capture loads teacher.model itself; leave one of them out",
+                "the capture loads teacher.model itself; remove one of the two keys",
             ),
             (
                 teacher.model is not None,
                 "teacher.engine teacher.dtype teacher.device teacher.max_batch_tokens teacher.gpus",
-                "the service at teacher.address scores; leave it out, or set teacher.model",
+                "the teacher at teacher.address scores the tokens; remove the key, or set"
+                " teacher.model",
             ),
             (
                 False,
                 "teacher.batch_invariant",
-                "the capture loads teacher.model in its own process; leave it out",
+                "the capture loads teacher.model in its own process; remove the key",
             ),
             (
                 teacher.model is not None,
                 "method.ray",
-                "each engine on Ray loads teacher.model; set it to a directory or a hub id",
+                "each engine on Ray loads a model; set teacher.model to a directory or a hub id",
             ),
             (
                 teacher.model is None,
@@ -177,48 +178,50 @@ class CaptureJob(JobConfig):
             (
                 False,
                 "student.chat_template",
-                "a capture takes the template of its tokenizer; set data.tokenizer to a directory"
+                "a capture uses the chat template of its tokenizer; set data.tokenizer to a"
+                " directory"
                 " with the tokenizer and this template",
             ),
             (
                 data.form == "completion",
                 "data.prompt_column data.answer_column data.template",
-                "it belongs to data.form = 'completion'; leave it out, or set this form",
+                "only data.form = 'completion' uses this key; remove the key, or set data.form",
             ),
             (
                 data.form != "text",
                 "data.system data.chat_template data.template_arguments data.image_column",
-                "plain text has no chat template; leave it out, or set another data.form",
+                "plain text has no chat template; remove the key, or set another data.form",
             ),
             (
                 data.form != "text" and data.image_column is None,
                 "teacher.context",
-                "it is text before a prompt without images; leave it out",
+                "this text stands before prompts without images; remove the key",
             ),
             (
                 data.chat_template,
                 "data.system data.template_arguments data.image_column",
-                "data.chat_template = false switches the chat template off; leave one of them out",
+                "data.chat_template = false switches the chat template off; remove one of the"
+                " two keys",
             ),
             (
                 data.form != "messages",
                 "data.chat_template",
-                "data.form = 'messages' needs the chat template; leave one of them out",
+                "data.form = 'messages' needs the chat template; remove one of the two keys",
             ),
             (
                 data.form == "messages",
                 "data.messages_column",
-                "it belongs to data.form = 'messages'; leave it out, or set this form",
+                "only data.form = 'messages' uses this key; remove the key, or set data.form",
             ),
             (
                 data.form != "text",
                 "data.max_left_out",
-                "plain text is packed, and none is left out; leave it out",
+                "plain text is packed, so no text is too long; remove the key",
             ),
             (
                 data.form == "text",
                 "data.text_column",
-                "it belongs to data.form = 'text'; leave it out, or set this form",
+                "only data.form = 'text' uses this key; remove the key, or set data.form",
             ),
         ]
 

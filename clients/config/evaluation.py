@@ -37,8 +37,8 @@ def evaluated_data_rules(data: DataConfig | None) -> list[Rule]:
     """Return the rules for keys of `data` that an evaluation does not use."""
     return [
         *prompt_rules(data),
-        (False, "data.mix data.weight_column", "it is for training; leave it out"),
-        (False, "data.image_column", "an evaluation reads no images; leave it out"),
+        (False, "data.mix data.weight_column", "only training uses this key; remove the key"),
+        (False, "data.image_column", "an evaluation reads no images; remove the key"),
     ]
 
 
@@ -63,7 +63,7 @@ class EvalJob(JobConfig):
             return data
         is_generated = info.data["reward"].task is not None
         if data is not None and is_generated:
-            raise ValueError("the reward reasoning_gym:TASK generates its prompts; leave it out")
+            raise ValueError("the reward reasoning_gym:TASK generates its prompts; remove the key")
         if data is None and not is_generated:
             raise ValueError("missing; only the reward reasoning_gym:TASK generates its prompts")
         return data
@@ -74,12 +74,12 @@ class EvalJob(JobConfig):
             self,
             [
                 *evaluated_data_rules(self.data),
-                (False, "data.teacher_column", "an evaluation has no teacher; leave it out"),
-                (False, "data.eval_path", "an evaluation reads data.path; leave it out"),
+                (False, "data.teacher_column", "an evaluation has no teacher; remove the key"),
+                (False, "data.eval_path", "an evaluation reads data.path; remove the key"),
                 (
                     False,
                     "reward.length",
-                    "it is for training, and changes no answer's quality; leave it out",
+                    "only training uses this key; remove the key",
                 ),
             ],
         )

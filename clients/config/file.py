@@ -88,8 +88,8 @@ def load_job(path: Path | str, overrides: Sequence[str] = ()) -> JobFile:
     files = load_jobs(path, overrides)
     if len(files) > 1:
         raise InvalidInput(
-            f"{path}: has {len(files)} jobs, and this command takes one",
-            hint="distill submit queues them all",
+            f"{path}: has {len(files)} jobs, but this command takes one job",
+            hint="use distill submit to queue all jobs",
         )
     return files[0]
 
@@ -114,7 +114,7 @@ def load_jobs(path: Path | str, overrides: Sequence[str] = ()) -> list[JobFile]:
     ]
     if len(drafts) > 1 and overrides:
         raise InvalidInput(
-            f"{path}: has {len(drafts)} jobs, and --set, --name and other options change one",
+            f"{path}: has {len(drafts)} jobs, but --set, --name and similar options change one job",
             hint="write the values into the file",
         )
     try:
@@ -147,7 +147,7 @@ def _split_jobs(path: Path, parsed: Parsed) -> list[Parsed]:
     if other_keys := [key for key in parsed.values if key != "job"]:
         location = f"{path}:{parsed.line_of((other_keys[0],))}"
         raise InvalidInput(
-            f"{location}: {other_keys[0]}: a file with [[job]] tables has nothing else"
+            f"{location}: {other_keys[0]}: a file with [[job]] tables must have no other keys"
         )
     parts = []
     for number, values in enumerate(listed):
@@ -178,7 +178,7 @@ def _expand_sweep(draft: _Draft) -> list[_Draft]:
                 key[: len(overridden_key)] == overridden_key[: len(key)]
                 for overridden_key in draft.overridden
             ):
-                raise SweepFault(key, "--set gives it one value; leave one of them out")
+                raise SweepFault(key, "--set gives this key one value; remove --set or the list")
         return [_draft_at_point(draft, point) for point in points]
     except SweepFault as fault:
         location = draft.source_of_list(fault.path)
@@ -198,7 +198,7 @@ def _draft_at_point(draft: _Draft, point: SweepPoint) -> _Draft:
         labels = {LABEL: name, **point.texts}
         if common_labels := sorted(labels.keys() & own_labels.keys()):
             raise SweepFault(
-                (), f"makes the label {common_labels[0]!r} itself; leave it out of labels"
+                (), f"the sweep sets the label {common_labels[0]!r}; remove this label"
             )
         values |= {"name": name + point.suffix, "labels": {**own_labels, **labels}}
     return replace(draft, values=values, problems=[], sweep=str(name), swept=tuple(point.values))
@@ -220,7 +220,8 @@ def _require_points(drafts: Sequence[_Draft], configs: Sequence[AnyJob | None]) 
             if jobs := sweeps.get(name):
                 draft.problems.append(
                     f"{draft.source(tuple(key.split('.')))}: {key}: {name!r} is a sweep of"
-                    f" {len(jobs)} jobs; name one of them, such as {template.format(jobs[0])!r}"
+                    f" {len(jobs)} jobs; give the name of one job, such as"
+                    f" {template.format(jobs[0])!r}"
                 )
 
 

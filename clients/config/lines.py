@@ -171,7 +171,7 @@ def _parse_yaml(text: str) -> Parsed:
 def _yaml_lines(node: yaml.MappingNode, table: KeyPath = ()) -> Iterator[tuple[KeyPath, int]]:
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):
-            raise SyntaxFault("a key must be a plain word", key.start_mark.line + 1)
+            raise SyntaxFault("a key must be a word without spaces", key.start_mark.line + 1)
         path = (*table, key.value)
         yield path, key.start_mark.line + 1
         if isinstance(value, yaml.MappingNode):

@@ -94,7 +94,7 @@ class OfflineJob(TrainingJob):
     def _check_presence(cls, teacher: TeacherLink | None, info: ValidationInfo) -> object:
         method = info.data.get("method")
         if method is not None and (method.on_policy_fraction > 0) != (teacher is not None):
-            relation = "needs" if teacher is None else "is 0, so leave out"
+            relation = "needs" if teacher is None else "is 0, so remove"
             raise ValueError(
                 f"method.on_policy_fraction {relation} teacher.address or teacher.model"
             )
@@ -111,7 +111,7 @@ class OfflineJob(TrainingJob):
     @model_validator(mode="after")
     def _fits_tokenizers(self) -> Self:
         if self.data.tokenizer != "same" and self.method.on_policy_fraction > 0:
-            remedy = "needs a store with the student's tokenizer; leave it or data.tokenizer out"
+            remedy = "needs a store with the student's tokenizer; remove this key or data.tokenizer"
             raise refusal(self, "method.on_policy_fraction", remedy)
         return self
 
@@ -124,13 +124,13 @@ class OfflineJob(TrainingJob):
                 (
                     self.is_evaluated,
                     "data.eval_prompts",
-                    "these prompts are only for eval.metric = 'exact_match'; set it",
+                    "only eval.metric = 'exact_match' uses these prompts; set eval.metric",
                 ),
                 *self._rules_of_columns(),
                 (
                     samples_answers,
                     "method.max_new_tokens",
-                    "the student samples no answers; leave it out, or set "
+                    "the student samples no answers; remove the key, or set "
                     "method.on_policy_fraction or eval.metric",
                 ),
                 *prompt_rules(self.data),
@@ -146,10 +146,10 @@ class OfflineJob(TrainingJob):
             self.data.prompts is not None,
         )
         same_tokenizer_hint = (
-            "the store has the student's tokenizer; leave it out, or set data.tokenizer"
+            "student and store have the same tokenizer; remove the key, or set data.tokenizer"
         )
         no_columns_hint = (
-            "stored sequences have no columns; it is for data.eval_prompts or data.prompts"
+            "stored sequences have no columns; only data.eval_prompts and data.prompts use this key"
         )
         return [
             (
@@ -167,12 +167,12 @@ class OfflineJob(TrainingJob):
             (
                 not self.data.roles,
                 "method.match",
-                "data.roles are for the rows of every token; leave one of them out",
+                "data.roles needs the rows of every token; remove one of the two keys",
             ),
             (
                 not has_other_tokenizer or bool(self.data.roles),
                 "method.tail",
-                "the tail of a row is not read with another tokenizer; leave it out",
+                "the tail is not used with another tokenizer; remove the key",
             ),
         ]
 
@@ -180,7 +180,7 @@ class OfflineJob(TrainingJob):
         if self.method.on_policy_fraction > 0:
             return rollout_rules(self.rollouts)
         keys = " ".join(f"rollouts.{key}" for key in RolloutsConfig.model_fields)
-        reason = "the student samples no answers to learn from; leave it out, or set "
+        reason = "the student samples no training answers; remove the key, or set "
         return [(False, keys, f"{reason}method.on_policy_fraction")]
 
     @property

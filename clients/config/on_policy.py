@@ -79,9 +79,9 @@ class OnPolicyConfig(Table):
     def _fits_divergence(cls, tail: str | None, info: ValidationInfo) -> str | None:
         divergence = info.data.get("divergence")
         if tail == "bucket+teacher_samples" and divergence == "reverse_kl":
-            raise ValueError("needs forward_kl; choose it, or leave tail out")
+            raise ValueError("needs divergence = 'forward_kl'; set divergence, or remove tail")
         if tail == "bucket+draws" and info.data.get("head") == "teacher":
-            raise ValueError("needs head = 'student'; choose it, or 'bucket+sampled'")
+            raise ValueError("needs head = 'student'; set head, or tail = 'bucket+sampled'")
         return check_tail(tail, divergence)
 
     @property
@@ -116,10 +116,10 @@ class OnPolicyJob(TrainingJob):
         if self.teacher.tokenizer == "same":
             return self
         if self.method.divergence == "forward_kl" and not self.teacher.roles:
-            remedy = "needs the tokenizer of the student; use reverse_kl with another one"
+            remedy = "needs a teacher with the student's tokenizer; otherwise use reverse_kl"
             raise refusal(self, "method.divergence", remedy)
         if self.teachers:
-            remedy = "has no effect: the job has `teachers`; leave one of them out"
+            remedy = "has no effect: the job has `teachers`; remove one of the two keys"
             raise refusal(self, "teacher.tokenizer", remedy)
         return self
 
@@ -142,40 +142,41 @@ class OnPolicyJob(TrainingJob):
                 (
                     not has_several_teachers,
                     "teacher.address teacher.model teacher.adapter",
-                    "the job has `teachers`; leave one of them out",
+                    "the job has `teachers`; remove one of the two keys",
                 ),
                 *started_rules(self.teacher),
                 (
                     self.draws > 0 or self.tail_samples > 0,
                     "teacher.tail_draws",
-                    f"method.tail = '{self.method.tail_mode}' reads none; leave one of them out",
+                    f"method.tail = '{self.method.tail_mode}' uses no draws; remove one of the"
+                    f" two keys",
                 ),
                 (
                     self.teacher.tokenizer != "same",
                     "method.horizon",
-                    "it is for a teacher with another tokenizer; set teacher.tokenizer",
+                    "only a teacher with another tokenizer uses this key; set teacher.tokenizer",
                 ),
                 (
                     self.method.divergence == "reverse_kl"
                     and (self.teacher.tokenizer == "same" or bool(self.teacher.roles)),
                     "method.head",
-                    "it is for reverse_kl with one tokenizer; leave it out",
+                    "only reverse_kl with one tokenizer uses this key; remove the key",
                 ),
                 (
                     not self.teacher.roles,
                     "method.horizon",
-                    "teacher.roles are for the rows of every token; leave one of them out",
+                    "teacher.roles needs the rows of every token; remove one of the two keys",
                 ),
                 *other_tokens_rules(self.teacher, chat_template=self.data.chat_template),
                 (
                     has_several_teachers,
                     "data.teacher_column",
-                    "the job has no `teachers`; name them there",
+                    "the job has no table `teachers`; add the teachers to this table",
                 ),
                 (
                     self.is_evaluated,
                     "data.answer_column",
-                    "answers are only read with eval.metric = 'exact_match'; set it",
+                    "only eval.metric = 'exact_match' uses reference answers; set eval.metric",
                 ),
                 *prompt_rules(self.data),
                 *rollout_rules(self.rollouts),

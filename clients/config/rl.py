@@ -58,8 +58,8 @@ class RLJob(TrainingJob):
         train = info.data.get("train")
         if train and train.prompts_per_step < method.updates_per_step * train.processes:
             raise ValueError(
-                "every one of method.updates_per_step updates needs a prompt for each of "
-                "train.processes processes; raise train.prompts_per_step"
+                "each of the method.updates_per_step updates needs at least one prompt per"
+                " process; raise train.prompts_per_step"
             )
         return method
 
@@ -91,7 +91,9 @@ class RLJob(TrainingJob):
     def _check_context(cls, anchor: AnchorConfig, info: ValidationInfo) -> AnchorConfig:
         method = info.data.get("method")
         if method and not method.beta and anchor.context is not None:
-            raise ValueError("method.beta = 0 keeps no anchor to read `context`; raise it")
+            raise ValueError(
+                "`context` needs an anchor, and method.beta = 0 has none; raise method.beta"
+            )
         return anchor
 
     @field_validator("anchor")
@@ -105,7 +107,7 @@ class RLJob(TrainingJob):
         if anchor.tau == 0 and anchor.update_period == method.total_updates == 1:
             raise ValueError(
                 "with tau = 0 and update_period = 1 the anchor equals the student, so the KL is "
-                "zero; raise one of them, or set method.beta = 0"
+                "zero; raise one of the two, or set method.beta = 0"
             )
         return anchor
 
@@ -115,8 +117,8 @@ class RLJob(TrainingJob):
         method = info.data.get("method")
         if method and method.dynamic_sampling > 1 and rollouts.lag:
             raise ValueError(
-                "rewards decide whether a step of method.dynamic_sampling needs another round, "
-                "when its weights are gone; set lag = 0, or leave dynamic_sampling out"
+                "method.dynamic_sampling may sample again after the weights have changed; set"
+                " lag = 0, or remove dynamic_sampling"
             )
         return rollouts
 
@@ -128,9 +130,10 @@ class RLJob(TrainingJob):
         method = info.data.get("method")
         if environment and method and environment.max_passage_tokens >= method.max_new_tokens:
             raise ValueError(
-                f"max_passage_tokens = {environment.max_passage_tokens} leaves no room in "
-                f"method.max_new_tokens = {method.max_new_tokens}, which includes passages: an "
-                "answer would end at its first query; lower the first or raise the second"
+                f"max_passage_tokens = {environment.max_passage_tokens} leaves no tokens for the"
+                f" answer in "
+                f"method.max_new_tokens = {method.max_new_tokens}, which includes passages;"
+                f" lower the first value or raise the second"
             )
         return environment
 
@@ -142,7 +145,7 @@ class RLJob(TrainingJob):
         reward = info.data["reward"]
         is_generated = reward is not None and reward.task is not None
         if data is not None and is_generated:
-            raise ValueError("the reward reasoning_gym:TASK generates its prompts; leave it out")
+            raise ValueError("the reward reasoning_gym:TASK generates its prompts; remove the key")
         if data is None and not is_generated:
             raise ValueError("missing; only the reward reasoning_gym:TASK generates its prompts")
         return data
@@ -172,67 +175,72 @@ class RLJob(TrainingJob):
 
     def _rules_of_rewards(self) -> list[Rule]:
         method, reward = self.method, self.reward
-        no_reward = "the student learns from no reward; leave it out, or add the table `reward`"
+        no_reward = "the job has no reward; remove the key, or add the table `reward`"
         return [
             (reward is not None or not method.reward_weight, "method.reward_weight", no_reward),
             (self._learns_from_reward, "method.advantages", no_reward),
             (
                 self.learns_from_groups,
                 "method.dynamic_sampling",
-                "no advantage comes from a group; leave it out, or learn from a reward without gae",
+                "gae uses no groups; remove the key, or use a reward without gae",
             ),
             (
                 reward is not None or self.is_evaluated,
                 "eval.samples eval.temperature",
-                "held-out answers are not scored; leave it out, or set eval.metric or a reward",
+                "the job scores no held-out answers; remove the key, or set eval.metric or a"
+                " reward",
             ),
             (
                 method.advantages == "gae",
                 "method.gae_lambda method.critic_learning_rate",
-                "there is no critic; leave it out, or set method.advantages = 'gae'",
+                "there is no critic; remove the key, or set method.advantages = 'gae'",
             ),
             (
                 self._learns_from_reward or method.kl_in == "reward",
                 "method.clip_low method.clip_high method.dual_clip method.ratio",
-                "there is no policy gradient; leave it out, or add the table `reward`",
+                "there is no policy gradient; remove the key, or add the table `reward`",
             ),
             (
                 reward is None or reward.type not in HARMLESS,
                 "reward.timeout_seconds",
-                "comparing texts takes no time; leave it out",
+                "comparing texts needs no time limit; remove the key",
             ),
             (
                 reward is not None or self.is_evaluated,
                 "data.answer_column",
-                "answers are only read by rewards and by eval.metric; leave it out",
+                "only rewards and eval.metric use reference answers; remove the key",
             ),
-            (False, "data.teacher_column", "a job of method rl has one teacher; leave it out"),
-            (False, "data.weight_column", "rewards decide in a job of method rl; leave it out"),
+            (False, "data.teacher_column", "a job of method rl has one teacher; remove the key"),
+            (False, "data.weight_column", "method rl weights answers by rewards; remove the key"),
             # p_old comes from a pass without gradients, which compiled layers would round apart.
-            (False, "student.compile", "ratios of rl need updates that round alike; leave it out"),
+            (
+                False,
+                "student.compile",
+                "the importance ratios of rl need updates with equal rounding; remove the key",
+            ),
             (
                 self.environment is None or self.environment.remote,
                 "environment.timeout_seconds",
-                "the retriever is a file, which needs no time limit; leave it out",
+                "the retriever is a file, which needs no time limit; remove the key",
             ),
         ]
 
     def _rules_of_kls(self) -> list[Rule]:
         method, teacher = self.method, self.teacher
         has_kl = method.beta > 0 or (teacher is not None and method.teacher_beta > 0)
-        no_kl = "the loss has no KL; leave it out, or raise method.beta, or add a teacher"
+        no_kl = "the loss has no KL; remove the key, or raise method.beta, or add a teacher"
         return [
             (
                 teacher is not None,
                 "method.teacher_beta",
-                "the job has no teacher; leave it out, or add the table `teacher`",
+                "the job has no teacher; remove the key, or add the table `teacher`",
             ),
             (has_kl, "method.kl_in method.estimator", no_kl),
             (
                 self._weighs_sampled_tokens(has_kl),
                 "method.importance_clip method.importance_mask",
                 "no term of the loss has an importance weight: there is no policy gradient, and "
-                f"tail = '{method.tail_mode}' reads no sampled token; leave it out",
+                f"tail = '{method.tail_mode}' uses no sampled token; remove the key",
             ),
             (has_kl or method.tail == FORMER_TAIL, "method.tail", no_kl),
             (has_kl or teacher is not None, "method.divergence", no_kl),
@@ -244,18 +252,18 @@ class RLJob(TrainingJob):
             (
                 self.draws > 0,
                 "method.tail_draws",
-                "the loss reads no draws: that needs a KL, method.top_k > 0 and method.tail = "
-                "'bucket+draws'; leave it out",
+                "the loss uses no draws, which need a KL, method.top_k > 0 and method.tail ="
+                " 'bucket+draws'; remove the key",
             ),
             (
                 method.beta > 0,
                 "anchor.tau anchor.update_period",
-                "with method.beta = 0 there is no anchor; leave it out, or raise method.beta",
+                "with method.beta = 0 there is no anchor; remove the key, or raise method.beta",
             ),
             (
                 self.anchor.tau < 1,
                 "anchor.update_period",
-                "with anchor.tau = 1 the anchor never moves; leave it out, or lower anchor.tau",
+                "with anchor.tau = 1 the anchor never changes; remove the key, or lower anchor.tau",
             ),
         ]
 

@@ -40,20 +40,24 @@ class SFTJob(TrainingJob):
                 (
                     self.is_evaluated,
                     "method.max_new_tokens",
-                    "the student samples no answers; leave it out, or set eval.metric",
+                    "the student samples no answers; remove the key, or set eval.metric",
                 ),
                 (
                     has_conversations,
                     "method.train_on",
-                    "a prompt has one answer; set data.messages_column, or leave it out",
+                    "a prompt has one answer; set data.messages_column, or remove the key",
                 ),
                 (
                     self.is_evaluated or not has_conversations,
                     "data.answer_column",
-                    "the answers are messages of data.messages_column; leave it out",
+                    "the answers are messages of data.messages_column; remove the key",
                 ),
-                (False, "data.teacher_column", "a job of method sft has no teacher; leave it out"),
-                (False, "data.image_column", "a job of method sft reads no images; leave it out"),
+                (
+                    False,
+                    "data.teacher_column",
+                    "a job of method sft has no teacher; remove the key",
+                ),
+                (False, "data.image_column", "a job of method sft reads no images; remove the key"),
                 *prompt_rules(self.data),
             ],
         )

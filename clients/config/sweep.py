@@ -48,7 +48,7 @@ def points_of(table: Any) -> Sequence[SweepPoint]:
     lists = _collect_lists(table)
     number = math.prod(map(len, lists.values()))
     if number > MAX_SUBMITTED_JOBS:
-        raise SweepFault((), f"has {number} combinations; {MAX_SUBMITTED_JOBS} at most are a sweep")
+        raise SweepFault((), f"has {number} combinations; a sweep has at most {MAX_SUBMITTED_JOBS}")
     name_counts = Counter(key[-1] for key in lists)
     short_names = {key: key[-1] if name_counts[key[-1]] == 1 else ".".join(key) for key in lists}
     texts = {key: _value_texts(listed) for key, listed in lists.items()}
@@ -75,16 +75,16 @@ def _collect_lists(table: Any) -> Mapping[KeyPath, Sequence[Any]]:
         if not isinstance(listed, list) or not listed:
             raise SweepFault(key, f"must be a list of values (got {listed!r})")
         if key in list_by_key:
-            raise SweepFault(key, "is there twice")
+            raise SweepFault(key, "is given twice")
         for number, value in enumerate(listed):
             if any(_are_equal(value, other_key) for other_key in listed[:number]):
-                raise SweepFault(key, f"has {_format_json(value)} twice; leave one out")
+                raise SweepFault(key, f"has the value {_format_json(value)} twice; remove one")
         for other_key in list_by_key:
             if key[: len(other_key)] == other_key or other_key[: len(key)] == key:
                 outer_key = ".".join(key if len(key) < len(other_key) else other_key)
-                raise SweepFault(key, f"{outer_key} has a list itself; give one of the two a list")
+                raise SweepFault(key, f"{outer_key} has a list too; remove one of the two lists")
         if key == ("name",) or key[0] == "labels":
-            raise SweepFault(key, "each job gets a name and labels by its values; leave it out")
+            raise SweepFault(key, "the sweep sets the names and labels of its jobs; remove the key")
         list_by_key[key] = listed
     if not list_by_key:
         example = '"train.learning_rate" = [1e-5, 3e-5]'

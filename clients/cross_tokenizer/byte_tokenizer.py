@@ -59,7 +59,7 @@ class ByteTokenizer:
             tokens = _bytes_of_tokens(document)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidInput(
-                f"tokenizer.json of the {label} does not tell the bytes of its tokens: {error}",
+                f"tokenizer.json of the {label} does not define the bytes of its tokens: {error}",
                 field=field,
                 hint="use a model with a byte-level or SentencePiece tokenizer",
             ) from error

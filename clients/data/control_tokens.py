@@ -177,9 +177,9 @@ def _control_tokens_of(tokenizer: Any) -> _ControlTokens:
 
 def _private_characters_error(location: str) -> InvalidInput:
     return InvalidInput(
-        f"{location} has private characters of Unicode beside the name of a control token",
+        f"{location} has private-use Unicode characters next to the name of a control token",
         field="data.path",
-        hint="remove them from the row",
+        hint="remove these characters from the row",
     )
 
 

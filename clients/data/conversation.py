@@ -157,7 +157,7 @@ def require_question(conversation: Conversation, location: str) -> None:
         raise InvalidInput(
             f"the conversation of {location} has no message before the assistant's answer",
             field=_FIELD,
-            hint="remove the row, or give it a user message",
+            hint="remove the row, or add a user message",
         )
 
 
@@ -177,16 +177,16 @@ def _check_message(message: Message, location: str, *, parts: bool) -> None:
     listed_calls = message.get("tool_calls", [])
     if not isinstance(listed_calls, list) or not all(isinstance(c, dict) for c in listed_calls):
         raise InvalidInput(
-            f"{location} has tool_calls that are no list of objects",
+            f"{location} has tool_calls that are not a list of objects",
             field=_FIELD,
-            hint='write a list like [{"type": "function", "function": {...}}], or leave it out',
+            hint='write a list like [{"type": "function", "function": {...}}], or remove the key',
         )
     if message.get("weight", 1) not in (0, 1) or message.get("train", True) not in (True, False):
         raise InvalidInput(
-            f"{location} has a weight that is neither 0 nor 1, or a train that is no boolean",
+            f"{location} has a weight other than 0 and 1, or a train that is not a boolean",
             field=_FIELD,
-            hint="weight = 0 or train = false: the message is not learned; data.weight_column has"
-            " other weights, of records",
+            hint="weight = 0 or train = false excludes a message from training; use"
+            " data.weight_column for weights of records",
         )
     content = message.get("content")
     if parts and isinstance(content, list) and all(map(_is_part, content)):
@@ -235,7 +235,7 @@ def _check_images(messages: Sequence[Message], images: int, location: str) -> No
             f"{location} has {images} images, but its messages have {places} parts"
             ' {"type": "image"}',
             field="data.image_column",
-            hint="give each image one such part, where the model shall see it",
+            hint="write one such part for each image, at the place of the image",
         )
 
 
@@ -252,8 +252,8 @@ def _parse_tools(value: Any, location: str) -> tuple[Mapping[str, Any], ...] | N
         pass
     if not all(isinstance(tool, dict) for tool in tools):
         raise InvalidInput(
-            f"the column {TOOLS!r} of {location} is no list of tools",
+            f"the column {TOOLS!r} of {location} is not a list of tools",
             field=_FIELD,
-            hint='each tool must be like {"type": "function", "function": {...}}; or rename it',
+            hint='write tools like {"type": "function", "function": {...}}, or rename the column',
         )
     return tuple(tools) or None

@@ -90,7 +90,7 @@ class ImageReader:
                 and sum(pixels.tokens[0] for pixels in pixels_of_images) > max_tokens
             ):
                 raise InvalidInput(
-                    f"the images have more than {max_tokens} tokens, which are left for them",
+                    f"the images have more tokens than the {max_tokens} that are left",
                     field=field,
                     hint="use smaller images, a shorter sequence, or a model with a longer context",
                 )
@@ -155,7 +155,7 @@ def image_file(folder: Path, name: str, location: str) -> Path:
             str(path) if len(str(path)) < _MAX_SHOWN_CHARS else f"{str(path)[:_MAX_SHOWN_CHARS]}..."
         )
         raise InvalidInput(
-            f"{location} names the image {shown_path}, which is no file",
+            f"{location} names the image {shown_path}, which is not a file",
             field="data.image_column",
             hint="paths are relative to the data file; correct the path",
         )
@@ -179,7 +179,7 @@ def read_same_image(path: Path, digest: str) -> bytes:
     image = read_image(path, "a prompt")
     if digest_of(image) != digest:
         raise Corrupt(
-            f"the image {path} is not the one that the job or the capture has read",
+            f"the image {path} has changed since the job or the capture read it",
             hint="restore the file",
         )
     return image
@@ -234,11 +234,9 @@ def _decode_image(image: bytes, max_pixels: int, field: str) -> Any:
             width, height = opened.size
             if width * height <= max_pixels:
                 return ImageOps.exif_transpose(opened).convert("RGB")
-            problem = (
-                f"its {width} x {height} pixels are more than {max_pixels}, which are left for it"
-            )
+            problem = f"{width} x {height} pixels exceed the limit of {max_pixels}"
     except UnidentifiedImageError:
-        problem = "it is no PNG, JPEG or WebP file"
+        problem = "the file is not PNG, JPEG or WebP"
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         problem = str(error) or type(error).__name__
     raise _unusable_image(problem, field)
@@ -248,5 +246,5 @@ def _unusable_image(problem: str, field: str) -> InvalidInput:
     return InvalidInput(
         f"an image cannot be used: {(problem.splitlines() or ['damaged'])[0]}",
         field=field,
-        hint="give a PNG, JPEG or WebP file that a program for images can open",
+        hint="give a PNG, JPEG or WebP file that an image viewer can open",
     )

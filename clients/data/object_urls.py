@@ -30,15 +30,15 @@ def place_of(text: str) -> str:
     scheme, colon, path = text.partition("://")
     if not colon:
         if text.lower().startswith(tuple(f"{scheme}:" for scheme in SCHEMES)):
-            raise InvalidInput("a URL has two slashes after the colon, s3://BUCKET/PREFIX")
+            raise InvalidInput("a URL needs two slashes after the colon: s3://BUCKET/PREFIX")
         return text
     if scheme.lower() in SCHEMES:
         scheme = scheme.lower()
     if scheme not in SCHEMES:
-        raise InvalidInput("a URL begins with s3:// or gs://")
+        raise InvalidInput("a URL must begin with s3:// or gs://")
     bucket, _, prefix = path.rstrip("/").partition("/")
     if {".", ".."} & {*path.split("/")}:
-        raise InvalidInput("a URL has no part '.' or '..'", hint="write the full path")
+        raise InvalidInput("a URL must not have a part '.' or '..'", hint="write the full path")
     if not bucket or not prefix or "//" in path or any(character in path for character in "@?#"):
         raise InvalidInput(
             f"the URL is not {scheme}://BUCKET/PREFIX",

@@ -41,7 +41,7 @@ def parse_json(data: bytes | str) -> Any:
             valid = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
             value = json.loads(valid)
     except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+        raise ValueError("the value is nested too deeply") from error
     return value
 
 

@@ -68,9 +68,9 @@ class PromptFormat:
         conversation = conversation_in(record, self.messages_column, location, images)
         if self.system is not None and any(m["role"] in _SYSTEM for m in conversation.messages):
             raise InvalidInput(
-                f"{location} has a system message of its own",
+                f"{location} has its own system message",
                 field="data.system",
-                hint="leave data.system out, or remove the message",
+                hint="remove data.system or the message",
             )
         return self._with_system(conversation)
 
@@ -206,7 +206,7 @@ def check_generation(template: str | None) -> None:
             "the tokenizer's chat template has no {% generation %}, which marks the assistant's"
             " messages",
             field="method.train_on",
-            hint="leave it out to train on the last message, or add {% generation %} to the"
+            hint="remove the key to train on the last message, or add {% generation %} to the"
             " template",
         )
 
@@ -236,23 +236,23 @@ def check_chat_template(prompt_format: PromptFormat, template: str | None) -> No
             raise InvalidInput(
                 "the tokenizer has no chat template, which this key needs",
                 field=key,
-                hint="use the tokenizer of an instruct model, or leave the key out",
+                hint="use the tokenizer of an instruct model, or remove the key",
             )
         return
     words = set(re.findall(r"[A-Za-z_]\w*", template))
     if prompt_format.image_column is not None and "image" not in words:
         raise InvalidInput(
-            "the chat template of the tokenizer writes no images",
+            "the chat template of the tokenizer does not support images",
             field="data.image_column",
-            hint="choose a model of images and text",
+            hint="choose a vision-language model",
         )
     for name in prompt_format.template_arguments:
         if name not in words:
             similar_names = difflib.get_close_matches(name, sorted(words), n=1)
             raise InvalidInput(
-                f"the chat template of the tokenizer reads no argument {name!r}",
+                f"the chat template of the tokenizer has no argument {name!r}",
                 field="data.template_arguments",
-                hint=f"did you mean {similar_names[0]!r}?" if similar_names else "leave it out",
+                hint=f"did you mean {similar_names[0]!r}?" if similar_names else "remove the key",
             )
 
 

@@ -101,7 +101,7 @@ class DataSet:
             import datasets
         except ImportError as error:
             raise InvalidInput(
-                f"{self.path} is no .jsonl or .parquet file, and other data needs the package"
+                f"{self.path} is not a .jsonl or .parquet file, and other data needs the package"
                 " `datasets`, which is not installed",
                 field=self.field,
                 hint=install_command("train"),
@@ -115,7 +115,8 @@ class DataSet:
             raise InvalidInput(
                 f"cannot load the data set {self.path!r}: {_first_line(error)}",
                 field=self.field,
-                hint="check its name, data.name, data.split and the network, or give a .jsonl file",
+                hint="check data.path, data.name, data.split and the network, or give a .jsonl"
+                " file",
             ) from error
 
 
@@ -195,7 +196,7 @@ def text_of(record: Mapping[str, Any], column: str, field: str, location: str) -
         raise InvalidInput(
             f"{location} has {kind} in column {column!r}, {problem}",
             field=field,
-            hint="write it as one string, or remove the row",
+            hint="write the value as one string, or remove the row",
         ) from error
 
 
@@ -223,7 +224,8 @@ def images_of(record: Mapping[str, Any], column: str, location: str) -> tuple[st
             )
         if isinstance(image, str) and image.startswith(_ADDRESSES):
             raise InvalidInput(
-                f"{location} has {image[:40]!r} in column {column!r}, and addresses are not read",
+                f"{location} has {image[:40]!r} in column {column!r}, and web addresses are not"
+                f" supported",
                 field="data.image_column",
                 hint="write the path of a local file, or put the bytes into a .parquet file",
             )
@@ -245,7 +247,7 @@ def weight_of(record: Mapping[str, Any], column: str, location: str) -> float:
         raise InvalidInput(
             f"{location} {problem} column {column!r}, which must hold a number of at least 0",
             field="data.weight_column",
-            hint="correct the row, or remove it",
+            hint="correct or remove the row",
         ) from error
     return weight
 

@@ -53,10 +53,10 @@ class TemplateParts:
             )
             if _MARK not in text:
                 raise InvalidInput(
-                    f"the chat template leaves out {name} of {location}",
+                    f"the chat template drops {name} of {location}",
                     field="data.system" if name == "the system message" else "data.messages_column",
-                    hint="use the tokenizer of a model whose template writes it, or remove it from"
-                    " the data",
+                    hint="use a tokenizer whose template keeps this part, or remove the part"
+                    " from the data",
                 )
             self._checked.add(name)
 
@@ -73,10 +73,10 @@ def require_answer_text(answer: str, rendered: str, location: str) -> None:
     """
     if not has_text(rendered, answer):
         raise InvalidInput(
-            f"the chat template leaves out a part of the answer of {location}",
+            f"the chat template drops a part of the answer of {location}",
             field="data.messages_column",
-            hint="it may remove <think>...</think>: move the reasoning to the key"
-            " reasoning_content, or use a template that keeps it",
+            hint="if the template removes <think>...</think>, move the reasoning to the key"
+            " reasoning_content, or use another template",
         )
 
 

@@ -274,7 +274,7 @@ class DistillClient:
         try:
             yield from self._iterate_events(job_id, after_seq, deadline)
         except TimedOut as error:
-            hint = "the job continues; watch it again, or cancel it"
+            hint = "the job continues; watch or cancel the job"
             raise TimedOut(f"job {job_id} did not end within {timeout:g} s", hint=hint) from error
 
     def history(self, job_id: str) -> Sequence[JobEvent]:

@@ -76,6 +76,6 @@ def require_filtered(
         has_owner = bool(job.owner) if own_only else owner in ("", job.owner)
         if not has_owner or not labels.items() <= dict(job.labels).items():
             raise WrongState(
-                "this server is of a version without owners and labels of jobs",
+                "the version of this server has no owners and labels of jobs",
                 hint="upgrade the server, or choose the jobs by their names",
             )

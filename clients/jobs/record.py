@@ -124,7 +124,7 @@ def is_run_directory(text: str) -> bool:
     if (Path(text) / "job.json").is_file():
         return True
     if "/" in text:
-        raise NotFound(f"{text} is not a run directory", hint="it has no job.json")
+        raise NotFound(f"{text} is not a run directory", hint="a run directory has a job.json")
     return False
 
 

@@ -70,7 +70,7 @@ def local_files(job: AnyJob) -> list[LocalFiles]:
             continue
         if key == "reward.file":
             raise InvalidInput(
-                "is not sent: a server runs no code that a job names",
+                "cannot be uploaded: a server does not run the code of a job",
                 field=key,
                 hint="use distill run, which runs the job on this machine",
             )
@@ -206,7 +206,7 @@ class _Upload:
                     while True:
                         data = file.read(min(_PART_BYTES, size - offset))
                         if not data and offset < size:
-                            raise OSError("it has become shorter")
+                            raise OSError("the file has become shorter")
                         self.sent_bytes += len(data)
                         yield pb.FilePart(sha256=missing_file.sha256, offset=offset, data=data)
                         offset += len(data)
@@ -220,7 +220,7 @@ class _Upload:
         return InvalidInput(
             f"cannot read {source}: {problem}",
             field=self.local.key,
-            hint="submit again; what has arrived is not sent again",
+            hint="submit again; the server keeps the received bytes",
         )
 
 
@@ -239,7 +239,7 @@ def _refuse_missing(key: str, name: str) -> None:
         field=key,
         hint=f"did you mean {similar_path}?"
         if similar_path
-        else "a path of the server is absolute",
+        else "write an absolute path for a file of the server",
     )
 
 
@@ -281,8 +281,8 @@ def _list_files(key: str, place: Path) -> LocalFiles:
             raise InvalidInput(
                 f"{str(source)!r} cannot be sent under this name",
                 field=key,
-                hint=f"rename it: printable characters, and {MAX_UPLOAD_PATH_BYTES} bytes with its"
-                " directories",
+                hint=f"rename the file: use printable characters, and at most"
+                f" {MAX_UPLOAD_PATH_BYTES} bytes with the directories",
             )
     return LocalFiles(key, place, source_by_path)
 
@@ -298,9 +298,9 @@ def _folder_files(key: str, place: Path) -> Iterator[Path]:
             yield path
         else:
             raise InvalidInput(
-                f"{path} is no regular file, and cannot be sent",
+                f"{path} is not a regular file, so it cannot be sent",
                 field=key,
-                hint="remove it from the directory, or copy the directory to the server",
+                hint="remove the file, or copy the directory to the server",
             )
 
 
@@ -313,7 +313,7 @@ def _refuse_images(job: AnyJob, key: str, name: str) -> None:
     for record in DataSet(name, field=key).records([column]):
         if any(isinstance(image, str) for image in images_of(record, column, name)):
             raise InvalidInput(
-                f"the records of {name} name images by path, and these are not sent",
+                f"the records of {name} name images by path, and such images are not sent",
                 field=key,
                 hint="write the bytes of the images into the column of a .parquet file",
             )

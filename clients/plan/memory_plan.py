@@ -91,9 +91,10 @@ def shape_of_student(job: AnyTraining) -> ModelShape:
     # Some tied models store their head beside the embeddings.
     if stored not in (0, shape.weights, shape.weights + shape.table_weights * shape.tied):
         raise InvalidInput(
-            f"the files have {stored:,} weights, but a model of this config.json {shape.weights:,}",
+            f"the files have {stored:,} weights, but config.json describes a model of"
+            f" {shape.weights:,}",
             field="student.model",
-            hint="this architecture is not known to the plan",
+            hint="distill plan does not support this architecture",
         )
     return shape
 

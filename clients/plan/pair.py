@@ -62,7 +62,7 @@ def pair_report(teacher: Path, student: Path, texts: Iterable[str]) -> PairRepor
     teacher_tokens, student_tokens = tokens_in(teacher), tokens_in(student)
     if teacher_tokens is None or student_tokens is None:
         name = "teacher" if teacher_tokens is None else "student"
-        problem = f"the tokenizer.json of the {name} cannot be read; name a directory that has one"
+        problem = f"the tokenizer.json of the {name} cannot be read; give a complete directory"
         return PairReport(None, "", {}, [problem], "", [])
     if teacher_tokens == student_tokens:
         return _report_one_tokenizer(teacher, student, student_tokens)

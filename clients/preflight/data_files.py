@@ -74,8 +74,12 @@ def check_file(data_file: DataFile) -> None:
 
 def _column_hint(key: str, column: str, file_key: str) -> str:
     if key.endswith(".context"):
-        return "name one of them in it"
-    return f"rename a column to {column!r}" if key == file_key else f"set {key} to one of them"
+        return "set the key to one of these columns"
+    return (
+        f"rename a column to {column!r}"
+        if key == file_key
+        else f"set {key} to one of these columns"
+    )
 
 
 def _expected_columns(data_file: DataFile) -> Columns:
@@ -133,7 +137,7 @@ def _check_prompts(data_file: DataFile, prompts: PromptFormat, records: Records)
             f"the conversations of {path} do not end with the assistant's message, and there is no"
             f" column {data_file.answer_column!r}",
             field="data.answer_column",
-            hint="set it to the column of the reference answers",
+            hint="set the key to the column of the reference answers",
         )
 
 
@@ -143,9 +147,11 @@ def _unknown_format_error(data_file: DataFile) -> InvalidInput:
     converted_path = str(path.with_suffix(".jsonl"))
     call = f"import datasets as d; d.Dataset.{reader}({str(path)!r}).to_json({converted_path!r})"
     return InvalidInput(
-        f"{data_file.path} is neither a .jsonl nor a .parquet file, the two formats that are read",
+        f"{data_file.path} is neither a .jsonl nor a .parquet file, the two supported formats",
         field=data_file.field,
-        hint=f'convert it: python -c "{call}"' if reader else "convert it to one of them",
+        hint=f'convert the file: python -c "{call}"'
+        if reader
+        else "convert the file to one of these formats",
     )
 
 
@@ -178,7 +184,7 @@ def _read_parquet_start(file: BinaryIO, data_file: DataFile) -> tuple[list[str],
     The records are read only if the job checks them.
     """
     if file.read(len(_PARQUET_MAGIC)) != _PARQUET_MAGIC:
-        raise _not_parquet_error(data_file, "it does not start with PAR1")
+        raise _not_parquet_error(data_file, "the file does not start with PAR1")
     try:
         import pyarrow
         import pyarrow.parquet

@@ -69,10 +69,12 @@ def check_space(config: TrainingJob, run: Path, *, here: bool = True) -> None:
 def _field_and_hint(config: TrainingJob, *, by_versions: bool) -> dict[str, str]:
     """Return field and hint. `by_versions`: the versions of the weights alone exceed the space."""
     if by_versions:
-        memory = "free disk space, or enlarge /dev/shm, where they are if it has room"
-        return {"field": "rollouts.lag", "hint": f"lower it, {memory}"}
+        memory = (
+            "free disk space, or enlarge /dev/shm, which holds the weights if it is large enough"
+        )
+        return {"field": "rollouts.lag", "hint": f"lower the value, {memory}"}
     if config.checkpoint.keep > MIN_CHECKPOINTS:
-        return {"field": "checkpoint.keep", "hint": "lower it, or free disk space"}
+        return {"field": "checkpoint.keep", "hint": "lower the value, or free disk space"}
     hint = "free disk space: checkpoint.keep is at its minimum"
     return {"field": "checkpoint.keep", "hint": hint}
 

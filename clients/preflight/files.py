@@ -56,7 +56,7 @@ def check_template(config: JobConfig, model: str) -> None:
             raise InvalidInput(
                 "the job has no teacher",
                 field="student.chat_template",
-                hint="name a .jinja file, or leave it out",
+                hint="name a .jinja file, or remove the key",
             )
         return
     if config.prompt_format is None or not Path(model).is_dir():
@@ -132,9 +132,9 @@ def check_files(config: AnyJob, hint: str = RELATIVE_PATH_HINT) -> None:
 def _check_url(key: str, url: str) -> None:
     if key in _ON_DISK:
         raise InvalidInput(
-            f"is not read from an object storage: {redact_place(url)}",
+            f"cannot be read from an object storage: {redact_place(url)}",
             field=key,
-            hint="copy it to a disk",
+            hint="copy the file to a disk",
         )
     try:
         place_of(url)
@@ -186,5 +186,5 @@ def check_processes(config: TrainingJob) -> None:
             raise InvalidInput(
                 f"{work} sequences are too few for {config.train.processes} processes",
                 field=field,
-                hint="raise it, or lower train.processes",
+                hint="raise the value, or lower train.processes",
             )

@@ -49,7 +49,7 @@ def check_attention(student: StudentConfig) -> None:
         raise InvalidInput(
             "the attention 'flash' needs the package flash-attn, which is not installed",
             field="student.attention",
-            hint="leave it out, or install flash-attn on a machine with a GPU",
+            hint="remove the key, or install flash-attn on a machine with a GPU",
         )
 
 
@@ -74,7 +74,7 @@ def check_trackers(track: TrackConfig) -> None:
             raise InvalidInput(
                 f"{name} is not installed",
                 field=f"track.{name}",
-                hint=f"{install_command('track')}, or leave the table out",
+                hint=f"{install_command('track')}, or remove the table",
             )
     if track.wandb is not None and not _has_wandb_credentials(os.environ):
         raise InvalidInput(

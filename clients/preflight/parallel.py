@@ -70,7 +70,7 @@ def refuse_indivisible(counts: Mapping[str, int], size: int, field: str) -> None
             raise InvalidInput(
                 f"{size} processes cannot share the {count} {name} of the student evenly",
                 field=field,
-                hint=f"lower it to {possible[-1]}" if possible[-1] > 1 else "leave it out",
+                hint=f"lower the value to {possible[-1]}" if possible[-1] > 1 else "remove the key",
             )
 
 

@@ -51,8 +51,8 @@ def check_gpus(config: JobConfig) -> None:
     available_gpus = len(gpus_here())
     if available_gpus < trainer_gpus + engine_gpus:
         raise InvalidInput(
-            f"there are {available_gpus} GPUs; train.processes needs {trainer_gpus} of them and the"
-            f" engine {engine_gpus} more",
+            f"the machine has {available_gpus} GPUs, but train.processes needs {trainer_gpus}"
+            f" and the engine {engine_gpus} more",
             field="rollouts.gpus",
             hint="reduce one of the keys, or omit rollouts.gpus to share the trainer's GPUs",
         )
@@ -71,8 +71,8 @@ def check_protocol(address: str, protocol: int) -> None:
     """Raise WrongState if the service at `address` has another protocol than this program."""
     if protocol != ROLLOUTS_PROTOCOL:
         raise WrongState(
-            f"the rollout service at {address} is of another version of distill-service: its"
-            f" protocol is {protocol}, that of the job {ROLLOUTS_PROTOCOL}",
+            f"the rollout service at {address} has another version of distill-service: it has"
+            f" protocol {protocol}, the job has {ROLLOUTS_PROTOCOL}",
             field=FIELD,
             hint="start the service with the version of distill-service that runs the job",
         )
@@ -81,7 +81,7 @@ def check_protocol(address: str, protocol: int) -> None:
 def another_engine(engine: str, requested: str) -> WrongState:
     """Return the error for a service whose engine is not the engine of the job."""
     return WrongState(
-        f"the service at rollouts.address has the engine {engine}, the job asks for {requested}",
+        f"the service at rollouts.address has the engine {engine}, the job requests {requested}",
         field="rollouts.engine",
         hint=f"set rollouts.engine = '{engine}', or start the service with --engine {requested}",
     )
@@ -119,7 +119,7 @@ def check_rollouts(config: JobConfig, *, scope: str) -> None:
         raise Unavailable(
             f"no rollout service answers at {', '.join(addresses)} ({faults[0].message})",
             field=FIELD,
-            hint=faults[0].hint or "start one with distill-rollouts, or check the address",
+            hint=faults[0].hint or "start a service with distill-rollouts, or check the address",
         )
     for fault in faults:
         log.warning("%s", fault)
@@ -151,8 +151,8 @@ class _InfoCall(ExitStack):
             if isinstance(fault, Unauthenticated | Forbidden):
                 # WrongState, not Unauthenticated: the token of the submitter is valid.
                 raise WrongState(
-                    f"the rollout service at {self._address} does not take the token of the"
-                    " distill server",
+                    f"the rollout service at {self._address} does not accept the token of the"
+                    f" distill server",
                     field=FIELD,
                     hint="start the distill server with $DISTILL_ROLLOUTS_TOKEN set to a token of"
                     " role admin of the rollout service",

@@ -103,21 +103,21 @@ def check_capture(teacher: TeacherLimits, job: CaptureJob) -> None:
         raise InvalidInput(
             f"{job.teacher.top_k} is more than this teacher returns ({teacher.max_top_k})",
             field="teacher.top_k",
-            hint=f"lower it to {teacher.max_top_k}",
+            hint=f"lower the value to {teacher.max_top_k}",
         )
     if job.method.tail_samples > teacher.max_tail_samples:
         raise InvalidInput(
             f"{job.method.tail_samples} is more than this teacher draws"
             f" ({teacher.max_tail_samples})",
             field="method.tail_samples",
-            hint=f"lower it to {teacher.max_tail_samples}",
+            hint=f"lower the value to {teacher.max_tail_samples}",
         )
     if job.method.max_tokens > teacher.max_length:
         raise InvalidInput(
             f"{job.method.max_tokens} is more than the longest sequence of this teacher"
             f" ({teacher.max_length} tokens)",
             field="method.max_tokens",
-            hint=f"lower it to {teacher.max_length}",
+            hint=f"lower the value to {teacher.max_length}",
         )
 
 
@@ -132,13 +132,13 @@ def check_length(longest: int, model: str, limit: int | None) -> None:
             f"a prompt with its answer can have {longest} tokens, but the {model} reads at most"
             f" {limit}",
             field="method.max_new_tokens",
-            hint="lower it, or use shorter prompts",
+            hint="lower the value, or use shorter prompts",
         )
 
 
 def _check_scorer(info: TeacherInfo, label: str, request: RowRequest) -> None:
     """Check the limits of a teacher that scores the student's rollouts."""
-    hint = f"lower it to {info.max_top_k}, or start the teacher with a larger --max-top-k"
+    hint = f"lower the value to {info.max_top_k}, or start the teacher with a larger --max-top-k"
     _check_head(info, label, request.top_k, request.top_k_key, hint)
     _check_ids(info, label, request)
     _check_temperature(info, label, request.temperature)
@@ -163,7 +163,7 @@ def _check_scorer(info: TeacherInfo, label: str, request: RowRequest) -> None:
             f"{request.answer_tokens} tokens with {request.top_k} head ids and {request.draws}"
             " draws each exceed the size of one query",
             field=request.top_k_key,
-            hint=f"lower it, or the draws: {max_ids} ids fit in a row",
+            hint=f"lower the value or the draws: a row has at most {max_ids} ids",
         )
 
 
@@ -191,7 +191,7 @@ def _check_ids(info: TeacherInfo, label: str, request: RowRequest) -> None:
         f"the {label} scores {max_ids} chosen ids per row, not {request.top_k} head ids and"
         f" {request.draws} draws",
         field="teacher.top_k",
-        hint=f"lower it, or start the server with --max-logprobs {ids + 1}",
+        hint=f"lower the value, or start the server with --max-logprobs {ids + 1}",
     )
 
 
@@ -215,7 +215,8 @@ def _check_live_teacher(info: TeacherInfo, label: str, store: CapturedStore) -> 
         )
     if "context" in store.facts:
         raise WrongState(
-            f"the teacher of the {store.label} has read a context, which the prompts in it lack",
+            f"the teacher of the {store.label} used a context, which the stored prompts do not"
+            f" have",
             field="teacher.address",
             hint="train from the store alone, or capture again without teacher.context",
         )
@@ -226,7 +227,7 @@ def _check_live_teacher(info: TeacherInfo, label: str, store: CapturedStore) -> 
         raise WrongState(
             f"the {differing_fact} of the teacher differs from that of the {store.label}",
             field="teacher.address",
-            hint="use the teacher of the capture, or one with the same tokenizer",
+            hint="use the teacher of the capture, or a teacher with the same tokenizer",
         )
     require_narrowing(info, store_vocab_size, label, "teacher.address")
     if info.fingerprint != store.facts["teacher_fingerprint"]:

@@ -60,8 +60,8 @@ def require_narrowing(teacher: TeacherWidth, common: int, label: str, field: str
     """Raise WrongState if a teacher cannot exclude its logits from id `common` on."""
     if common < teacher.vocab_size and not teacher.takes_vocab_size:
         raise WrongState(
-            f"the {label} has logits for {teacher.vocab_size} ids and cannot leave out those from"
-            f" {common} on, which are padding",
+            f"the {label} has logits for {teacher.vocab_size} ids, and cannot exclude the"
+            f" padding ids from {common} on",
             field=field,
             hint="use a teacher of this version with the engine hf or vllm",
         )

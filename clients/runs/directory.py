@@ -203,7 +203,7 @@ class RunDirectory:
                 return parse_job(file.read())
         except FileNotFoundError as error:
             raise NotFound(
-                f"{self.path} is not a run directory", hint="it has no job.json"
+                f"{self.path} is not a run directory", hint="a run directory has a job.json"
             ) from error
         except ValidationError as error:
             first_problem = error.errors(include_url=False)[0]
@@ -239,7 +239,7 @@ class RunDirectory:
                 if time.monotonic() > deadline:
                     raise WrongState(
                         f"another program is running in {self.path}",
-                        hint="wait for it, or stop it",
+                        hint="wait for that program, or stop it",
                     )
                 time.sleep(0.1)
             yield

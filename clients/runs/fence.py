@@ -42,7 +42,7 @@ def require_unfenced() -> None:
     if newest > attempt:
         raise WrongState(
             f"attempt {attempt} was replaced by attempt {newest}",
-            hint="this process writes nothing more",
+            hint="this process stops writing",
         )
 
 

@@ -100,10 +100,12 @@ class PlacedAddress:
         services, _ = read_placed(self.file)
         placed = services[self.number]
         if not placed.address:
-            problem = placed.problem or "it waits for a node with room, or starts"
+            problem = (
+                placed.problem or "the service waits for a node with free GPUs, or is starting"
+            )
             raise Unavailable(
                 f"rollout service {self} does not run: {problem}",
                 field="rollouts.gpus",
-                hint=f"its log is {self.file.with_name(f'rollouts-{self.number}.log')}",
+                hint=f"read its log {self.file.with_name(f'rollouts-{self.number}.log')}",
             )
         return placed.address

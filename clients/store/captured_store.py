@@ -76,7 +76,7 @@ def captured_store_of(config: OfflineJob) -> tuple[CapturedStore, CapturedStore 
         raise WrongState(
             f"the {training.label} has plain text and no prompts",
             field="data.prompts",
-            hint="leave it out",
+            hint="remove the key",
         )
     if config.data.eval_path is None:
         _check_count(config, training, training.count - 1)
@@ -119,7 +119,7 @@ def _read_store(path: str, field: str) -> CapturedStore:
         raise WrongState(
             f"{path} has {count} of {facts[SEQUENCES]} sequences",
             field=field,
-            hint="run its capture again: it resumes and completes the store",
+            hint="run the same capture again to complete the store",
         )
     if not count:
         raise InvalidInput(
@@ -202,7 +202,7 @@ def _check_images(config: OfflineJob, store: CapturedStore) -> None:
             raise InvalidInput(
                 f"the prompts of the {store.label} have images, which this key does not support",
                 field=key,
-                hint="leave it out, or give a store without images",
+                hint="remove the key, or give a store without images",
             )
 
 

@@ -88,7 +88,7 @@ def damages(place: Path | str) -> Iterator[str]:
 def _damage_at(folder: ObjectFolder, facts: ShardFacts) -> str | None:
     digest = folder.digest(facts.name)
     if digest is None:
-        return "it is missing"
+        return "the file is missing"
     return None if digest == facts.sha256 else "its sha256 does not match"
 
 

@@ -140,6 +140,6 @@ def _cache_directory() -> Path:
 
 def _no_store(place: Path | str) -> NotFound:
     return NotFound(
-        f"{place} is not a store: it has no manifest.json",
+        f"{place} is not a store: manifest.json is missing",
         hint="give the store that distill capture wrote",
     )

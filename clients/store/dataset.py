@@ -164,11 +164,11 @@ class LogitDataset:
         token_ids = np.frombuffer(entry.token_ids, "<i4")
         count = len(token_ids) - entry.start
         if not 0 < entry.start < len(token_ids) or not are_ids(token_ids, self._vocab_size):
-            raise Corrupt(f"its {len(token_ids)} tokens are none of the store's vocabulary")
+            raise Corrupt(f"{len(token_ids)} token ids are outside the store's vocabulary")
         max_bytes = max_encoded_bytes(count, self._top_k, self._tail_samples)
         block = decode_rows(entry.rows, max_bytes)
         if (len(block), block.k, block.tail_samples) != (count, self._top_k, self._tail_samples):
-            raise Corrupt(f"it has {len(block)} rows with k = {block.k} for {count} tokens")
+            raise Corrupt(f"{len(block)} rows with k = {block.k} do not match {count} tokens")
         check_rows(block, self._vocab_size)
         return block
 

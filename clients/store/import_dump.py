@@ -68,11 +68,11 @@ def import_dump(out: Path, dump: Dump) -> int:
     lines = _read_sequences(dump.path)
     first_sequence = next(lines, None)
     if first_sequence is None:
-        raise InvalidInput(f"{dump.path} has no line", field="--dump", hint="give a .jsonl file")
+        raise InvalidInput(f"{dump.path} is empty", field="--dump", hint="give a .jsonl file")
     try:
         listed_ids = _count_listed_ids(first_sequence)
     except _PARSE_ERRORS as error:
-        raise _bad_line(dump.path, 0, f"it is no answer of vLLM: {error!r}") from error
+        raise _bad_line(dump.path, 0, f"this is not an answer of vLLM: {error!r}") from error
     if listed_ids < (dump.top_k or 1):
         raise _bad_line(dump.path, 0, f"a position lists {listed_ids} likeliest ids")
     top_k = dump.top_k or listed_ids
@@ -171,7 +171,9 @@ def _read_sequences(path: Path) -> Iterator[_DumpedSequence]:
             try:
                 yield _sequence_of(parse_json(line))
             except _PARSE_ERRORS as error:
-                raise _bad_line(path, number, f"it is no answer of vLLM: {error!r}") from error
+                raise _bad_line(
+                    path, number, f"this is not an answer of vLLM: {error!r}"
+                ) from error
 
 
 def _sequence_of(record: Any) -> _DumpedSequence:
@@ -199,7 +201,7 @@ def _bad_line(
     path: Path,
     number: int,
     problem: str,
-    hint: str = "give lines with prompt_token_ids and prompt_logprobs, as vLLM answers if it is"
-    " asked for them",
+    hint: str = "give lines with prompt_token_ids and prompt_logprobs, which vLLM returns on"
+    " request",
 ) -> InvalidInput:
     return InvalidInput(f"{path}, line {number + 1}: {problem}"[:300], field="--dump", hint=hint)

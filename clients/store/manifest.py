@@ -143,7 +143,7 @@ def lock_store(path: Path) -> int:
             os.close(lock)
             raise WrongState(
                 f"another process is writing to {path}",
-                hint="wait until it ends, or use another directory",
+                hint="wait until that process ends, or use another directory",
             ) from error
         except FileNotFoundError:
             pass

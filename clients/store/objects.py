@@ -121,13 +121,13 @@ class ObjectFolder:
         sizes = self._sizes() if shards else {}
         for shard in shards:
             if shard.name not in sizes:
-                yield "it is missing"
+                yield "the object is missing"
             else:
                 has_right_size = sizes[shard.name] == shard.bytes
                 yield (
                     None
                     if has_right_size
-                    else f"it has {sizes[shard.name]} bytes, not {shard.bytes}"
+                    else f"the object has {sizes[shard.name]} bytes, not {shard.bytes}"
                 )
 
     def write(self, name: str, data: bytes) -> None:
@@ -141,7 +141,8 @@ class ObjectFolder:
         failpoint("object-written")
         if self.read(name) != data:
             raise Corrupt(
-                f"{self.name}/{name} is not what was written", hint="resume the job to try again"
+                f"{self.name}/{name} differs from the written bytes",
+                hint="resume the job to try again",
             )
 
     def remove_unnamed(self, shards: Sequence[ShardFacts]) -> None:
@@ -171,7 +172,7 @@ class ObjectFolder:
         failpoint("object-sent")
         if [size for size, _ in self.facts(name).values()] != [sent_bytes]:
             raise Corrupt(
-                f"{self.name}/{name} has not the {sent_bytes} bytes of the file",
+                f"{self.name}/{name} does not have the {sent_bytes} bytes of the file",
                 hint="resume the job to try again",
             )
 
@@ -248,7 +249,7 @@ class ObjectFolder:
         if self.read(_CLAIM_NAME) != self._claim:
             raise WrongState(
                 f"another process is writing to {self.name}",
-                hint="wait until it ends, or use another prefix",
+                hint="wait until that process ends, or use another prefix",
             )
 
     def _sizes(self) -> dict[str, int]:
@@ -297,13 +298,14 @@ class ObjectFolder:
                 if is_denied or (_NO_TOKEN_MESSAGE in reason and not self._has_answered):
                     raise Forbidden(
                         f"{self.name}: the storage refuses the credentials: {reason}",
-                        hint="set them in the environment; they must allow to list, read, write"
-                        " and delete below this URL",
+                        hint="set credentials in the environment that may list, read, write and"
+                        " delete below this URL",
                     ) from error
                 if time.monotonic() + pause > deadline or self._stopped():
                     raise Unavailable(
                         f"{self.name} does not answer: {reason}",
-                        hint="complete files are kept; resume the job when it answers, or correct"
+                        hint="complete files are kept; resume the job when the storage answers,"
+                        " or correct"
                         f" {_VARIABLES[self._scheme]} in the environment",
                     ) from error
             log.warning("%s: %s; next try in %.1f s", self.name, reason, pause)
@@ -313,7 +315,9 @@ class ObjectFolder:
         raise AssertionError("the attempts have no end")
 
     def _no_bucket(self) -> NotFound:
-        return NotFound(f"{self.name}: there is no such bucket", hint="create it, or name another")
+        return NotFound(
+            f"{self.name}: there is no such bucket", hint="create the bucket, or use another one"
+        )
 
 
 def _file_system(scheme: str, bucket: str) -> Any:

@@ -30,7 +30,7 @@ def sample_of(
     except IndexError as error:
         raise NotFound(
             f"{store} has no sequence {sequence}",
-            hint=f"it has {len(dataset)} sequences, numbered from 0",
+            hint=f"the store has {len(dataset)} sequences, numbered from 0",
         ) from error
     text_of = _load_decoder(tokenizer or Path(dataset.metadata.get("tokenizer") or "?"), tokenizer)
     ids, start = stored_sequence["input_ids"], stored_sequence["start"]

@@ -188,7 +188,9 @@ class LogitStore:
 
     def _require_writer(self) -> None:
         if self._lock_fd is None:
-            raise WrongState("this store was opened for reading", hint="open it with write=True")
+            raise WrongState(
+                "this store was opened for reading", hint="open the store with write=True"
+            )
 
     def _read_manifest(self, metadata: dict[str, str]) -> Manifest:
         """Raise WrongState if the stored metadata differs from a non-empty `metadata`."""

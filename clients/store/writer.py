@@ -207,10 +207,12 @@ class StoreWriter:
         for number, damage in enumerate(self._folder.damages(shards)):
             shard = shards[number]
             if (shard.name, shard.count) != (shard_name(number), counts[number]):
-                damage = f"it is not file {number} of this capture"
+                damage = f"the file is not file {number} of this capture"
             if damage is not None:
                 log.warning(
-                    "%s: %s; it is written again, with all files after it", shard.name, damage
+                    "%s: %s; the capture writes this file and all later files again",
+                    shard.name,
+                    damage,
                 )
                 return list(shards[:number])
         return list(shards)

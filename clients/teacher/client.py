@@ -333,7 +333,7 @@ class TeacherClient:
                 field=self._field,
                 hint="read the teacher's log"
                 if faults
-                else "start it with a smaller --max-batch-tokens, or raise"
+                else "start the teacher with a smaller --max-batch-tokens, or raise"
                 " teacher.patience_seconds",
             )
         return Unavailable(
@@ -357,7 +357,7 @@ class TeacherClient:
             field=self._field,
             hint=TLS_HINT
             if lane.address.startswith("https://")
-            else "start one with distill-teacher, or check the address",
+            else "start a teacher with distill-teacher, or check the address",
         )
 
 

@@ -74,11 +74,14 @@ class SharedIdentity:
             return identity_of(info.fingerprint, info.version)
         fingerprints = {adapter.name: adapter.fingerprint for adapter in info.adapters}
         if self._adapter not in fingerprints:
-            available = f"; it has {', '.join(sorted(fingerprints))}" if fingerprints else ""
+            available = (
+                f"; its adapters are {', '.join(sorted(fingerprints))}" if fingerprints else ""
+            )
             raise WrongState(
                 f"the {name} has no adapter {self._adapter!r}{available}",
                 field=self._field.replace("address", "adapter"),
-                hint=f"start it with --adapter {self._adapter}=DIR, or name one that it has",
+                hint=f"start the teacher with --adapter {self._adapter}=DIR, or choose an"
+                f" adapter of the teacher",
             )
         return identity_of(fingerprints[self._adapter], info.version)
 
@@ -94,7 +97,7 @@ class SharedIdentity:
         return WrongState(
             f"the {name} is {identity}, but {self._expected_identity} was expected",
             field=self._field,
-            hint="start it with the weights the job started with, or start a new job",
+            hint="start the teacher with the weights of the job's start, or start a new job",
         )
 
     def adopt(self, fingerprint: str, version: int) -> None:

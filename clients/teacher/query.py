@@ -83,7 +83,7 @@ class ScoreQuery:
             raise InvalidInput(
                 "a query has either draw_ids or tail_samples",
                 field="draw_ids",
-                hint="leave one of them out",
+                hint="remove one of the two",
             )
         if not MIN_TEMPERATURE <= self.temperature < math.inf:
             raise InvalidInput(
@@ -109,8 +109,8 @@ class ScoreQuery:
             _require_integers(field, ids, "[T - start, n]", 2)
             if len(ids) != self.rows:
                 raise InvalidInput(
-                    f"has {len(ids)} rows, but {length} tokens from {self.start} on have "
-                    f"{self.rows}",
+                    f"has {len(ids)} rows, but {self.rows} tokens are scored ({length} tokens"
+                    f" from {self.start} on)",
                     field=field,
                     hint="give [T - start, n] ids, one row for each scored token",
                 )

@@ -61,7 +61,7 @@ class Places:
 
     def _explain_wait(self, job: Job) -> str:
         if self._scheduler.rest_seconds(job):
-            return "it rests after a failure"
+            return "the job waits after a failure"
         if job.phase.startswith("WAITING "):
             return job.phase
         try:
@@ -73,7 +73,9 @@ class Places:
             return lack
         next_job_id = self._next_job_id
         return (
-            "it starts next" if next_job_id == job.id else f"{next_job_id or 'a job'} is before it"
+            "the job starts next"
+            if next_job_id == job.id
+            else f"{next_job_id or 'a job'} is before it"
         )
 
     @cached_property

@@ -155,9 +155,9 @@ class JobControl:
         for output in outputs:
             if not self._store.has(output.job):
                 raise WrongState(
-                    f"job {output.job}, whose {output.kind} it reads, was removed",
+                    f"this job reads the {output.kind} of job {output.job}, which was removed",
                     field=output.key,
-                    hint="submit it again with another value",
+                    hint="submit the job again with another value",
                 )
         if not outputs:
             await self._preflight(config, self._runs / job.id)
@@ -200,9 +200,9 @@ class JobControl:
     async def _check_jobs(self, configs: Sequence[AnyJob]) -> None:
         if len(configs) > MAX_SUBMITTED_JOBS:
             raise InvalidInput(
-                f"{len(configs)} jobs at once; a server takes {MAX_SUBMITTED_JOBS}",
+                f"{len(configs)} jobs in one call; the limit is {MAX_SUBMITTED_JOBS}",
                 field="jobs",
-                hint="divide the file",
+                hint="divide the file into smaller files",
             )
         self._link_jobs(configs)
         await asyncio.gather(*(self._check_job(config, configs) for config in configs))
@@ -238,7 +238,7 @@ class JobControl:
         known_jobs = [job for job in jobs if job is not None]
         if known_jobs and len(known_jobs) < len(configs):
             raise InvalidInput(
-                f"this key was already used to submit other jobs, {known_jobs[0].id} among them",
+                f"this key was already used to submit other jobs, such as {known_jobs[0].id}",
                 field="idempotency_key",
                 hint="use a new key for each file",
             )
@@ -281,7 +281,7 @@ class JobControl:
             raise WrongState(
                 f"job {job.id} has succeeded with all of its {job.max_steps} steps",
                 field="max_steps",
-                hint=f"resume it with max_steps above {job.max_steps}",
+                hint=f"resume the job with max_steps above {job.max_steps}",
             )
         if reason := self._store.dependencies.explain_failure(job.id):
             raise WrongState(reason, field="job_id", hint="resume that job first")
@@ -303,8 +303,7 @@ class JobControl:
         if (queue_length := self._store.queue_length()) + job_count > self._max_queued:
             raise Overloaded(
                 f"the queue is full: {queue_length} jobs are queued",
-                hint="wait until some have started, cancel some, or start the server with a larger"
-                " --most-queued",
+                hint="wait, cancel queued jobs, or start the server with a larger --most-queued",
             )
 
     def _create_run(self, job_id: str, config: AnyJob, config_text: str) -> None:

@@ -158,8 +158,8 @@ def _lock_database(path: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise WrongState(
-                f"another server runs on {path.parent}",
-                hint="stop it, or start this server with another --runs directory",
+                f"another server uses {path.parent}",
+                hint="stop that server, or start this server with another --runs directory",
             ) from error
         yield
     finally:
@@ -175,7 +175,8 @@ def _prepare_connection(connection: sqlite3.Connection, path: Path) -> None:
         integrity = str(error)
     if integrity != "ok":
         raise Corrupt(
-            f"{path} is damaged: {integrity}", hint="restore it from a backup, or move it away"
+            f"{path} is damaged: {integrity}",
+            hint="restore the database from a backup, or move the file away",
         )
     connection.row_factory = sqlite3.Row
     connection.execute("PRAGMA journal_mode = WAL")
@@ -213,7 +214,7 @@ def back_up(database: Path, copy: Path) -> None:
     if not database.is_file():
         raise NotFound(f"no job database: {database}", field="--database", hint="see --runs")
     if copy.exists():
-        raise InvalidInput(f"{copy} exists", field="--backup", hint="name a new file")
+        raise InvalidInput(f"{copy} already exists", field="--backup", hint="give a new file name")
     partial = copy.with_name(f".{copy.name}.{os.getpid()}.tmp")
     try:
         os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))

@@ -27,13 +27,13 @@ def parse_config(config_json: str) -> AnyJob:
     if job.output_store is not None:
         # On a server, a job may write only to its run directory.
         raise InvalidInput(
-            "a server keeps the rows in the job's own directory",
+            "a server stores the rows in the run directory",
             field="method.store",
-            hint="leave it out; distill pull downloads the rows",
+            hint="remove the key; distill pull downloads the rows",
         )
     if job.reward_table is not None and job.reward_table.file is not None:
         raise InvalidInput(
-            "a server runs no code that a job names",
+            "a server does not run the code of a job",
             field="reward.file",
             hint="use distill run, which runs the job on your own machine",
         )

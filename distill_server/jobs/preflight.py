@@ -170,7 +170,7 @@ class JobPreflight:
             if not limit.expired():  # raised by a check, not by this limit
                 raise
             log.warning(
-                "a job was not checked within %g s and is accepted; its program checks again",
+                "a job was not checked within %g s and is accepted; the trainer repeats the check",
                 _MAX_SECONDS,
             )
 
@@ -234,7 +234,7 @@ def _request_info(addresses: str | list[str], field: str, adapter: str) -> Teach
             # WrongState, not Unauthenticated: the caller's own token is valid.
             address_text = addresses if isinstance(addresses, str) else ", ".join(addresses)
             raise WrongState(
-                f"the teacher at {address_text} does not take the token of the distill server",
+                f"the teacher at {address_text} does not accept the token of the distill server",
                 field=field,
                 hint="start the distill server with $DISTILL_TEACHER_TOKEN set to a token that the"
                 " teacher accepts",

@@ -109,7 +109,9 @@ class JobStore:
         """Return the job with exactly this id; raises NotFound if there is none."""
         row = self._db.execute("SELECT * FROM jobs WHERE id = ?", (job_id,)).fetchone()
         if row is None:
-            raise NotFound(f"no job {job_id!r}", field="job_id", hint="distill ls shows all jobs")
+            raise NotFound(
+                f"no job {job_id!r}", field="job_id", hint="run distill ls to list all jobs"
+            )
         return job_of(row)
 
     def find(self, text: str) -> Job:

@@ -93,7 +93,7 @@ def verdict_of(
         attempt_died = DeadAttempt("the trainer was stopped by SIGTERM", blameless=True)
     elif outcome == Exited(ExitCode.UNREACHABLE):
         # The trainer could not write its verdict, most likely because the disk is full.
-        reason = "the trainer could not write its verdict; see its log"
+        reason = "the trainer could not write its final status; read its log"
         attempt_died = DeadAttempt(reason, blameless=True, waits_for="disk")
     else:
         attempt_died = DeadAttempt(

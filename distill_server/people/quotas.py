@@ -127,7 +127,7 @@ def require_counted_gpus(quotas: Mapping[str, Quota], are_gpus_counted: bool) ->
     for owner, quota in quotas.items():
         if quota.gpus is not None and not are_gpus_counted:
             raise InvalidInput(
-                f"owner {owner} has a quota of GPUs, and the server does not divide its GPUs",
+                f"owner {owner} has a quota of GPUs, but the server has no --gpus",
                 field="--gpus",
-                hint="start the server with --gpus, or leave gpus=N out of the token file",
+                hint="start the server with --gpus, or remove gpus=N from the token file",
             )

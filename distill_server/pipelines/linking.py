@@ -47,7 +47,7 @@ def link_job(configs: Sequence[AnyJob], ids: Sequence[str], index: int, find: Fi
             raise InvalidInput(
                 f"job {name!r} is not above {config.name!r} in the file",
                 field=key,
-                hint="put a job below the jobs that it comes after",
+                hint="write the job below the jobs it depends on",
             )
         try:
             job = find(name)
@@ -58,7 +58,7 @@ def link_job(configs: Sequence[AnyJob], ids: Sequence[str], index: int, find: Fi
             raise WrongState(
                 format_failed_dependency(job.id, job.state),
                 field=key,
-                hint=f"first: distill resume {job.id}",
+                hint=f"run distill resume {job.id} first",
             )
         return job.id, job.kind
 

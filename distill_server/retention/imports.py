@@ -66,7 +66,7 @@ def import_runs(connection: sqlite3.Connection, runs: Path, source: Path) -> Ite
         )
     if RunDirectory(source).job_json.exists():
         raise InvalidInput(
-            f"{source} is a run directory", field="--import", hint="name the directory it is in"
+            f"{source} is a run directory", field="--import", hint="give its parent directory"
         )
     directories = [path for path in source.iterdir() if path.name[0] != "." and _is_directory(path)]
     for path in sorted(directories, key=lambda path: (_read_start(path), path.name)):
@@ -82,7 +82,8 @@ def _import_run(connection: sqlite3.Connection, runs: Path, source: Path) -> Imp
     config = RunDirectory(source).config()
     if not _ID.fullmatch(name):
         raise InvalidInput(
-            "its name is no id of a job", hint="rename it: up to 100 of a-z, 0-9, '.' and '-'"
+            "the name of the directory is not a valid job id",
+            hint="rename the directory: up to 100 of a-z, 0-9, '.' and '-'",
         )
     store = JobStore(connection, lambda job_id: None, lambda: changed_at)
     if store.has(name):
@@ -92,8 +93,8 @@ def _import_run(connection: sqlite3.Connection, runs: Path, source: Path) -> Imp
     if store.is_used(name):
         if source_path.is_relative_to(run_path):
             raise WrongState(
-                "it is to be deleted: the files of a removed job, or the copy of a killed import",
-                hint="start the server, which deletes it; to keep it, move it away before",
+                "the directory will be deleted: it belongs to a removed job or a killed import",
+                hint="start the server to delete the directory, or move the directory away first",
             )
         _discard_copy(connection, runs, name)
     _require_idle(source)
@@ -115,7 +116,9 @@ def _add_copy(
 ) -> None:
     """Copy a run directory and add its job; if that fails, delete the copy."""
     if os.path.lexists(run.path):
-        raise WrongState(f"{run.path} exists", hint="move it away, or rename this directory")
+        raise WrongState(
+            f"{run.path} already exists", hint="move that directory away, or rename this directory"
+        )
     with transaction(connection):
         connection.execute("INSERT INTO removals VALUES (?)", (run.path.name,))
     try:
@@ -190,7 +193,7 @@ def _read_history(run: RunDirectory) -> dict[int, Sequence[Change]]:
 def _require_within(field: str, number: int, minimum: int, maximum: int) -> None:
     if not minimum <= number <= maximum:
         raise InvalidInput(
-            f"{field} is {number}", hint=f"correct it: a whole number from {minimum} to {maximum}"
+            f"{field} is {number}", hint=f"write a whole number from {minimum} to {maximum}"
         )
 
 
@@ -205,7 +208,7 @@ def _require_idle(path: Path) -> None:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise WrongState(
-                "a program is running in it", hint="wait for it, or stop it"
+                "a program is running in this directory", hint="wait for the program, or stop it"
             ) from error
 
 
@@ -231,7 +234,7 @@ def _is_directory(path: Path) -> bool:
 
 
 def _read_start(path: Path) -> float:
-    """Return when the run began, in Unix seconds; 0 if its files cannot be read."""
+    """Return when the run began, in Unix seconds; 0 if the files cannot be read."""
     try:
         return _read_times(path)[0]
     except OSError:
@@ -252,4 +255,4 @@ def _format_error(error: Exception) -> str:
         return str(error.args[0][0][2])
     if isinstance(error, OSError):
         return f"{error.filename or 'its files'}: {error.strerror or error}"
-    return f"its files cannot be read: {error}"
+    return f"the files cannot be read: {error}"

@@ -78,7 +78,7 @@ class Removals:
             raise WrongState(
                 f"job {job.id} is {job.state} and cannot be removed",
                 field="job_id",
-                hint="cancel it, and remove it when it has ended",
+                hint="cancel the job, and remove it after its end",
             )
         if job.pinned:
             raise WrongState(

@@ -85,9 +85,9 @@ def decode_filter(request: pb.ListJobsRequest, caller: Caller) -> JobFilter:
     """Return the filter of a list. Raises InvalidInput for `mine` if the caller has no owner."""
     if request.mine and not caller.owner:
         raise InvalidInput(
-            "the token has no owner, so no job is its owner's",
+            "the token has no owner, so it has no jobs",
             field="mine",
-            hint="add owner=NAME to its line in the server's --token-file",
+            hint="add owner=NAME to the line of the token in the server's --token-file",
         )
     owner = caller.owner if request.mine else request.owner
     return JobFilter("", decode_state(request.state), owner, dict(request.labels))

@@ -55,29 +55,30 @@ class Machine:
         threads = self.cpus or max(self.all_cpus, os.cpu_count() or 1)
         if (processes := job.processes) > threads:
             raise InvalidInput(
-                f"{processes} processes need {processes} CPU threads, the server has"
+                f"{processes} processes need {processes} CPU threads, but the server has"
                 f" {threads} for all jobs",
                 field="train.processes",
                 hint="use fewer processes, or start the server with a larger --cpus",
             )
         if (cpus := self._count_cpus(job)) > self.all_cpus:
             raise InvalidInput(
-                f"the job asks for {cpus} CPU threads, the server has {self.all_cpus} for all jobs",
+                f"the job requests {cpus} CPU threads, but the server has {self.all_cpus} for"
+                f" all jobs",
                 field="resources.cpus",
                 hint="request fewer, or start the server with a larger --cpus",
             )
         if 0 < (job.resources.gpus or 0) < (needed_gpus := job.gpus) > processes:
             raise InvalidInput(
-                f"the job asks for {job.resources.gpus} GPUs, its {processes} processes and its"
-                f" rollout engines need {needed_gpus}",
+                f"the job requests {job.resources.gpus} GPUs, but its {processes} processes and"
+                f" its rollout engines need {needed_gpus}",
                 field="resources.gpus",
-                hint="leave it out, or lower rollouts.gpus",
+                hint="remove the key, or lower rollouts.gpus",
             )
         self._require_room_for_teacher(job)
         self._require_room_for_engines(job)
         if (gpus := self.gpus_of_job(job)) > len(self.gpus or ()):
             raise InvalidInput(
-                f"the job asks for {gpus} GPUs, the server has {len(self.gpus or ())} for jobs",
+                f"the job requests {gpus} GPUs, but the server has {len(self.gpus or ())} for jobs",
                 field="resources.gpus",
                 hint="request fewer, or start the server with a larger --gpus",
             )
@@ -90,13 +91,13 @@ class Machine:
             raise InvalidInput(
                 "a server with --ray or --slurm starts no teachers",
                 field="teacher.model",
-                hint="start a distill-teacher, and give its teacher.address",
+                hint="start a distill-teacher, and set teacher.address",
             )
         job_gpus, teacher_gpus = self.gpus_of_job(job), teacher.gpus_of_model
         if self.gpus is not None and teacher_gpus and job_gpus + teacher_gpus > len(self.gpus):
             raise InvalidInput(
                 f"the job needs {_format_count(job_gpus, 'GPU')} and its teacher"
-                f" {teacher_gpus} more, the server has {len(self.gpus)} for jobs",
+                f" {teacher_gpus} more, but the server has {len(self.gpus)} for jobs",
                 field="teacher.model",
                 hint="start the server with a larger --gpus, or set teacher.device = 'cpu'",
             )
@@ -104,9 +105,9 @@ class Machine:
     def _require_room_for_engines(self, job: AnyJob) -> None:
         if not self.places_engines and job.engine_gpus:
             raise InvalidInput(
-                "a server with --slurm places no rollout engines on GPUs of their own",
+                "a server with --slurm does not support separate GPUs for rollout engines",
                 field="rollouts.gpus",
-                hint="start distill-rollouts, and give its rollouts.address; or leave it out",
+                hint="start distill-rollouts and set rollouts.address, or remove the key",
             )
 
     def gpus_for(self, teacher: TeacherLink, shares: Sequence[Share]) -> tuple[str, ...] | None:
@@ -139,12 +140,11 @@ class Machine:
         cpus, free_cpus = self._count_cpus(job), self.all_cpus - sum(share.cpus for share in shares)
         if cpus > free_cpus:
             requested_text = _format_count(cpus, "CPU thread")
-            return f"it needs {requested_text}; {free_cpus} of {self.all_cpus} are free"
+            return f"the job needs {requested_text}; {free_cpus} of {self.all_cpus} are free"
         gpus, free_gpus = self.gpus_of_job(job), len(self._free_gpus(shares))
         if self.gpus is not None and gpus > free_gpus:
-            return (
-                f"it needs {_format_count(gpus, 'GPU')}; {free_gpus} of {len(self.gpus)} are free"
-            )
+            requested_text = _format_count(gpus, "GPU")
+            return f"the job needs {requested_text}; {free_gpus} of {len(self.gpus)} are free"
         return ""
 
     def _free_gpus(self, shares: Sequence[Share]) -> list[str]:

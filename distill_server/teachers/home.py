@@ -127,7 +127,7 @@ def read_error(log: Path) -> str:
     """Return the last error in a teacher's log, or else its last line."""
     lines = [line.strip() for line in _read_head(log).decode(errors="replace").splitlines()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    candidates = errors or [line for line in lines if line] or ["it printed nothing"]
+    candidates = errors or [line for line in lines if line] or ["no output"]
     return candidates[-1][:_LINE_CHARS]
 
 

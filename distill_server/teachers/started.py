@@ -88,12 +88,12 @@ class TeacherProcess:
         since = format_clock(self.since)
         match self.state:
             case "STOPPING":
-                return f"WAITING teacher.model: it stops since {since}, and starts again"
+                return f"WAITING teacher.model: the teacher stops since {since}, then starts again"
             case "RESTING":
-                return f"WAITING teacher.model: {self.trouble}; it starts again"
+                return f"WAITING teacher.model: {self.trouble}; the server starts the teacher again"
         last_trouble = f" ({self.trouble})" if self.trouble else ""
         stage = f", {self.stage}" if self.stage else ""
-        return f"WAITING teacher.model: it loads since {since}{last_trouble}{stage}"
+        return f"WAITING teacher.model: the teacher loads since {since}{last_trouble}{stage}"
 
 
 class StartedTeachers:
@@ -214,7 +214,7 @@ class StartedTeachers:
                 log.exception("teacher %s: retrying in %g s", teacher.key, _TROUBLE_SECONDS)
                 if not teacher.is_running:
                     cause = (isinstance(error, OSError) and error.strerror) or error
-                    self._schedule_restart(teacher, f"it could not be started: {cause}")
+                    self._schedule_restart(teacher, f"the teacher could not be started: {cause}")
                 teacher.rests_until = time.monotonic() + _TROUBLE_SECONDS
             finally:
                 teacher.task = None
@@ -280,8 +280,10 @@ class StartedTeachers:
     ) -> None:
         """Decide whether a teacher that ended by itself is started again or has failed."""
         code = outcome.code if isinstance(outcome, Exited) else None
-        cause = "it disappeared" if code is None else f"it ended with exit code {code}"
-        cause = f"it was killed by signal {-code}" if code is not None and code < 0 else cause
+        ending = "disappeared" if code is None else f"ended with exit code {code}"
+        if code is not None and code < 0:
+            ending = f"was killed by signal {-code}"
+        cause = f"the teacher {ending}"
         has_moved = bool(teacher.record.port)
         self._schedule_restart(
             teacher, cause if has_listened or (code or 0) < 0 else f"{cause}: {complaint}"
@@ -290,7 +292,7 @@ class StartedTeachers:
             # Another program may have taken its port.
             teacher.record = replace(teacher.record, port=0)
         elif not has_listened and (code == ExitCode.USAGE or teacher.deaths > self._policy.retries):
-            teacher.failure = f"teacher.model: its teacher cannot be started: {complaint}"
+            teacher.failure = f"teacher.model: the teacher cannot be started: {complaint}"
 
     def _schedule_restart(self, teacher: TeacherProcess, cause: str) -> None:
         teacher.is_running, teacher.address, teacher.stage, teacher.trouble = False, "", "", cause

@@ -224,13 +224,15 @@ def _parse_lines(text: str, location: str) -> tuple[Mapping[str, Role], Mapping[
         if token in roles:
             raise InvalidInput(
                 f"{location}{number} repeats the token of an earlier line",
-                hint="remove one of the two lines",
+                hint="remove one of these two lines",
             )
         roles[token] = Role[role.upper()]
     return roles, terms
 
 
-def require_token(token: str, location: str, hint: str = "make one with `distill token`") -> None:
+def require_token(
+    token: str, location: str, hint: str = "create a token with `distill token`"
+) -> None:
     """Check the length and the characters of a token.
 
     A token must be long enough that nobody can guess it, and must fit in an HTTP header. Raises
@@ -323,7 +325,7 @@ def _forbidden_error(method: str, role: Role) -> Forbidden:
     required_role = REQUIRED_ROLES.get(method)
     name = method.rsplit("/", 1)[-1]
     if required_role is None:
-        return Forbidden(f"{name} is not open to any role")
+        return Forbidden(f"no role may call {name}")
     return Forbidden(
         f"a token of role {role.name.lower()} may not call {name}",
         hint=f"use a token of role {required_role.name.lower()}",

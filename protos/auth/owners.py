@@ -40,7 +40,7 @@ def read_terms(words: Sequence[str], location: str) -> Terms:
         if not equals or key not in ("owner", "jobs", "gpus") or key in values:
             raise InvalidInput(
                 f"{location} is not ROLE TOKEN, optionally with {TERMS}",
-                hint="make it with `distill token`",
+                hint="create the line with `distill token`",
             )
         valid = _NAME if key == "owner" else _NUMBER
         if not valid.fullmatch(value):
@@ -48,11 +48,11 @@ def read_terms(words: Sequence[str], location: str) -> Terms:
                 "up to 64 of A-Z a-z 0-9 . _ @ -" if key == "owner" else "a whole number"
             )
             raise InvalidInput(
-                f"{location} has a wrong {key}", hint=f"it must be {format_description}"
+                f"{location} has a wrong {key}", hint=f"the value must be {format_description}"
             )
         values[key] = value
     if "owner" not in values and values:
-        raise InvalidInput(f"{location} has a quota and no owner", hint="add owner=NAME")
+        raise InvalidInput(f"{location} has a quota, but no owner", hint="add owner=NAME")
     jobs, gpus = (int(values[key]) if key in values else None for key in ("jobs", "gpus"))
     return Terms(values.get("owner", ""), Quota(jobs, gpus))
 
@@ -71,6 +71,6 @@ def quotas_of(terms: Iterable[Terms]) -> Mapping[str, Quota]:
             raise InvalidInput(
                 f"the tokens of owner {token_terms.owner} have different quotas",
                 field="--token-file",
-                hint="write the same jobs=N and gpus=N to each, or to one of them only",
+                hint="write the same jobs=N and gpus=N in each line, or in one line only",
             )
     return quota_by_owner

@@ -75,7 +75,7 @@ def _read_identity(cert: Path, key: Path, fields: tuple[str, str]) -> tuple[byte
         raise InvalidInput(
             f"{cert} and {key} are not a certificate and its unencrypted private key",
             field=fields[0],
-            hint="give a PEM certificate and the PEM key it was made with",
+            hint="give a PEM certificate and its PEM key",
         ) from error
     return private, chain
 

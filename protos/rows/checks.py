@@ -58,4 +58,4 @@ def check_rows(block: RowBlock, vocab_size: int) -> None:
     ):
         values = getattr(block, name)
         if values is not None and not are_logprobs(values):
-            raise Corrupt(f"rows have {name} that are above 0 or NaN, so they are no log-probs")
+            raise Corrupt(f"rows have {name} that are above 0 or NaN, which are not log-probs")

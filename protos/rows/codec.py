@@ -285,7 +285,7 @@ def _check_header(
     view = memoryview(data)
     if len(view) < HEADER_BYTES:
         raise Corrupt(
-            f"a block of rows is cut short: {len(view)} bytes, its header alone has {HEADER_BYTES}"
+            f"a block of rows is truncated: {len(view)} bytes, but the header has {HEADER_BYTES}"
         )
     magic, version, *header_fields = _PREFIX.unpack(view[: _PREFIX.size])
     if magic != MAGIC:

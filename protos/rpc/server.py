@@ -48,7 +48,7 @@ class ServerEndpoint:
         if not is_loopback(self.host) and not self.insecure and not (self.tokens and self.tls):
             raise InvalidInput(
                 f"refusing to listen on {self.host} without tokens and TLS:"
-                " other machines can reach it",
+                " other machines can reach this address",
                 field="--host",
                 hint="give --token-file, --tls-cert and --tls-key,"
                 " or use 127.0.0.1 and an SSH tunnel",
@@ -91,7 +91,7 @@ def _port_taken(port: int, option: str = "--port") -> InvalidInput:
     return InvalidInput(
         f"port {port} is taken",
         field=option,
-        hint="choose another one, or 0 for any free port",
+        hint="choose another port, or 0 for any free port",
     )
 
 

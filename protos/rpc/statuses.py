@@ -33,8 +33,8 @@ _STATUS_DETAILS = "grpc-status-details-bin"
 _TEXT_BYTES = 1000
 _TLS_REASON = re.compile(r"OPENSSL_internal:(.+?)(: OK)?$")
 TLS_HINT = (
-    "check that the server runs and serves TLS; that its certificate is signed by $DISTILL_TLS_CA,"
-    " names this host and has not expired; and whether the server needs $DISTILL_TLS_CERT"
+    "check that the server runs with TLS, that its certificate is valid for this host and"
+    " signed by $DISTILL_TLS_CA, and whether the server needs $DISTILL_TLS_CERT"
 )
 
 
@@ -191,13 +191,15 @@ def fault_of(error: grpc.RpcError, server: str) -> DistillError:
         return error_of(
             status.name,
             f"cannot reach the {server}" + (f" ({reason[1]})" if reason else ""),
-            hint=TLS_HINT if uses_tls else "check that it runs and that the address is right",
+            hint=TLS_HINT
+            if uses_tls
+            else "check that the server runs and that the address is right",
         )
     if status is grpc.StatusCode.CANCELLED:
         # A server that shuts down cancels the calls that reach it as it closes its port, and those
         # that did not end within its grace period.
         return Unavailable(
-            f"the {server} ended the call", hint="check that it is not shutting down"
+            f"the {server} ended the call", hint=f"check whether the {server} is shutting down"
         )
     if status is grpc.StatusCode.DEADLINE_EXCEEDED:
         return error_of(status.name, f"the {server} did not answer in time", hint="try again")

@@ -173,7 +173,9 @@ def parse_web_address(text: str, field: str) -> httpx.URL:
         url = httpx.URL(text)
         url.host.encode("idna")  # encoded as for a DNS look-up
         if not url.host or (url.port or 0) > _MAX_PORT:
-            raise ValueError("it has no host" if not url.host else f"there is no port {url.port}")
+            raise ValueError(
+                "the host is missing" if not url.host else f"there is no port {url.port}"
+            )
     except (httpx.InvalidURL, ValueError) as error:
         raise InvalidInput(
             f"{text!r} is not a valid address: {error}",
@@ -201,7 +203,7 @@ def _build_key_header(variable: str) -> dict[str, str]:
     key = os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise InvalidInput(
-            f"${variable} has characters that no key has", hint="check how it was copied"
+            f"${variable} has characters that are not allowed in a key", hint="copy the key again"
         )
     return {"Authorization": f"Bearer {key}"} if key else {}
 

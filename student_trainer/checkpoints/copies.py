@@ -226,16 +226,17 @@ class RunCopies:
             stored_values = _comparable_values(parse_job(job_text))
         except ValidationError as error:
             raise WrongState(
-                f"{self._url} has copies of another job, whose job.json this version of"
-                " distill-service cannot read",
-                hint="set checkpoint.copy_to to another URL, or use the version that wrote them",
+                f"{self._url} has copies of another job, and this version of distill-service"
+                f" cannot read their job.json",
+                hint="set checkpoint.copy_to to another URL, or use the version that wrote the"
+                " copies",
             ) from error
         if difference := first_difference(stored_values, _comparable_values(self._config)):
             key, stored_value, own_value = difference
             raise InvalidInput(
                 f"{self._url} has the copies of a job with another {key}:"
                 f" {stored_value!r}, not {own_value!r}",
-                hint="name another place, give the job another name, or the same values",
+                hint="change checkpoint.copy_to or the name of the job, or use the same values",
             )
 
     def _fetch_checkpoint(self, step: int) -> bool:

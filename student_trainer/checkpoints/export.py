@@ -84,8 +84,8 @@ def export_model(
             overflows += _write_model(path, model, model_weights, dtype, unread)
         if overflows:  # after all collectives
             raise InvalidInput(
-                f"{overflows[0]} has a number beyond {torch.finfo(dtype).max:g}, the largest of"
-                " float16",
+                f"{overflows[0]} has a value above {torch.finfo(dtype).max:g}, the maximum of"
+                f" float16",
                 field="export.dtype",
                 hint='set export.dtype = "bfloat16"',
             )

@@ -170,7 +170,9 @@ class Saver:
             raise error
         if error_number := worst_code - _FAILED:
             raise OSError(error_number, os.strerror(error_number), str(path))
-        raise WrongState(f"another process failed to write {path}", hint="its log has the reason")
+        raise WrongState(
+            f"another process failed to write {path}", hint="read the log of that process"
+        )
 
     def _write(
         self,

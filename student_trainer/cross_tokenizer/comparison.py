@@ -127,11 +127,11 @@ def _compare_with_teacher(
         return pair
     if not config.aligns_tokens:
         raise InvalidInput(
-            "the tokenizers of student and teacher differ in more than special tokens, and the KL"
-            " of rl compares rows of the same tokens",
+            "the tokenizers of student and teacher differ in more than special tokens, and the"
+            " KL of rl needs the same tokens",
             field=_FIELD,
-            hint="use a teacher with the student's words (distill pair says what differs; tokens"
-            " such as <think> need teacher.roles), or a job of method on_policy",
+            hint="use a teacher with the student's tokenizer (distill pair lists the"
+            " differences; tokens such as <think> need teacher.roles), or method on_policy",
         )
     student, reader = (
         to_byte_tokenizer(student_tokenizer, "student", "student.model"),
@@ -145,9 +145,9 @@ def _refuse_unused_keys(config: OnPolicyJob | RLJob, reason: str) -> None:
     """Raise InvalidInput if the job sets a key that only applies to tokens aligned by bytes."""
     for key in config.alignment_keys:
         raise InvalidInput(
-            f"has no effect: {reason}, and the loss is that of every token",
+            f"has no effect: {reason}, so the loss uses every token",
             field=key,
-            hint="leave it out",
+            hint="remove the key",
         )
 
 
@@ -191,7 +191,7 @@ def find_special_token_pair(
         raise InvalidInput(
             "the tokenizers of student and teacher differ in more than special tokens",
             field=field,
-            hint="leave it out",
+            hint="remove the key",
         )
     if role_mapping is None or (role_mapping.missing and not roles):
         return None
@@ -219,16 +219,16 @@ def load_known_tokenizer(name: str, fingerprint: str, label: str, field: str) ->
         tokenizer = load_tokenizer(StudentConfig(model=name))
     except (DistillError, ValueError) as error:  # ValueError: the name is empty
         raise InvalidInput(
-            f"the {label} has another tokenizer than the student, and there is none to"
-            f" load at {name!r}",
+            f"the {label} has another tokenizer than the student, and no tokenizer can be loaded"
+            f" from {name!r}",
             field=field,
-            hint="set it to a directory or hub id with the teacher's tokenizer",
+            hint="set the key to a directory or hub id with the teacher's tokenizer",
         ) from error
     if tokenizer_fingerprint(vocabulary(tokenizer)) != fingerprint:
         raise WrongState(
             f"the tokenizer at {name!r} is not that of the {label}",
             field=field,
-            hint="set it to a directory or hub id with the teacher's tokenizer",
+            hint="set the key to a directory or hub id with the teacher's tokenizer",
         )
     return tokenizer
 
@@ -238,7 +238,7 @@ def find_end_token(tokenizer: Any, label: str, field: str) -> int:
     end = answer_end(tokenizer)
     if end is None:
         raise InvalidInput(
-            f"the tokenizer of the {label} names no token that ends an answer",
+            f"the tokenizer of the {label} has no end-of-sequence token",
             field=field,
             hint="use a directory whose tokenizer_config.json has an eos_token",
         )
@@ -250,8 +250,8 @@ def to_byte_tokenizer(tokenizer: Any, label: str, field: str) -> ByteTokenizer:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise InvalidInput(
-            "a tokenizer without tokenizer.json cannot be aligned with another one",
+            "a tokenizer without tokenizer.json cannot be aligned with another tokenizer",
             field=field,
-            hint="convert it with transformers, and save it with the model",
+            hint="convert the tokenizer with transformers, and save it in the model directory",
         )
     return ByteTokenizer(json.loads(backend.to_str()), label, field)

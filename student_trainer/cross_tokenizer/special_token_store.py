@@ -47,10 +47,10 @@ class SpecialTokenStore:
             prompt_ids = self._student_prompt(data.prompt_ids(index))
             if prompt_ids is None:
                 raise InvalidInput(
-                    f"the prompt of sequence {index} of the {label} is in a chat template, or not"
-                    " in data.prompts",
+                    f"the prompt of sequence {index} of the {label} has a chat template, or is"
+                    f" not in data.prompts",
                     field="data.prompts",
-                    hint="set it, with its columns, to the data set that was captured",
+                    hint="set data.prompts and its columns to the captured data set",
                 )
             rows = int(data.lengths[index]) - len(data.prompt_ids(index))
             if longest is not None and len(prompt_ids) + rows > longest:

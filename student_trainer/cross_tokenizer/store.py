@@ -153,10 +153,10 @@ class CrossTokenizerStore:
         for index in range(0 if self._text else len(data)):
             if self._prompts(data.prompt_ids(index)) is None:
                 raise InvalidInput(
-                    f"the prompt of sequence {index} of the {label} is in a chat template, or not"
-                    " in data.prompts",
+                    f"the prompt of sequence {index} of the {label} has a chat template, or is"
+                    f" not in data.prompts",
                     field="data.prompts",
-                    hint="set it, with its columns, to the data set that was captured",
+                    hint="set data.prompts and its columns to the captured data set",
                 )
 
     def read(self, data: LogitDataset, index: int) -> PendingRows:
@@ -339,7 +339,7 @@ def _refuse_match(config: OfflineJob, reason: str) -> None:
         raise InvalidInput(
             f"has no effect: {reason}, so no alignment is needed",
             field="method.match",
-            hint="leave it out",
+            hint="remove the key",
         )
 
 

@@ -74,7 +74,7 @@ def with_images(
             f"{where} has {len(sources)} images, but its prompt has {len(places)} image"
             f" placeholders{row}",
             field=FIELD,
-            hint="give one image for each placeholder that the chat template writes",
+            hint="give one image for each placeholder of the chat template",
         )
     if not sources:
         return ids, None

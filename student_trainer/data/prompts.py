@@ -126,8 +126,8 @@ class ModelIds:
             return
         missing = next(token_id for token_id in ids if token_id >= self.count)
         raise InvalidInput(
-            f"{where} has the token {self.extra_tokens.get(missing, missing)!r} (id {missing}), and"
-            f" the student has {self.count} ids",
+            f"{where} has the token {self.extra_tokens.get(missing, missing)!r} (id {missing}),"
+            f" but the student has {self.count} ids",
             field=field,
             hint="remove the token from the row, or resize the student's embeddings to its"
             " tokenizer",
@@ -209,7 +209,7 @@ def require_tokens(ids: Sequence[int], where: str, field: str) -> None:
         raise InvalidInput(
             f"the prompt of {where} has no tokens",
             field=field,
-            hint="remove the row, or give it a prompt: the model needs at least one token",
+            hint="remove the row, or add a prompt: the model needs at least one token",
         )
 
 

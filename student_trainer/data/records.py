@@ -84,7 +84,7 @@ class RecordReader:
         images = self._image_sources(record, where, folder)
         if images and self.teachers and teacher not in self.vision_teachers:
             raise InvalidInput(
-                f"{where} has images, but its teacher {teacher!r} reads none",
+                f"{where} has images, but its teacher {teacher!r} does not read images",
                 field="data.teacher_column",
                 hint="name a teacher that reads images, or remove the images",
             )

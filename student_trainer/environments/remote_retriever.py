@@ -49,9 +49,10 @@ class RemoteRetriever:
             self._request(["test"], 1)
         except (_BadResponse, Unavailable, TimedOut) as error:
             raise Unavailable(
-                f"no retriever at {url}: {error}",
+                f"no retriever answers at {url}: {error}",
                 field=_FIELD,
-                hint="start one, or correct the address; Search-R1's ends in /retrieve",
+                hint="start a retriever, or correct the address; addresses of Search-R1 end in"
+                " /retrieve",
             ) from error
 
     def passages(self, queries: Sequence[str], count: int) -> list[list[str] | None]:

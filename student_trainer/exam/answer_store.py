@@ -73,7 +73,7 @@ class AnswerStore:
             if isinstance(error, BlockingIOError):
                 raise WrongState(
                     f"another evaluation is writing to {directory}",
-                    hint="wait until it ends, or use another directory",
+                    hint="wait until that evaluation ends, or use another directory",
                 ) from None
             raise
 

@@ -52,7 +52,9 @@ class LocalModel:
         probe = probe_sampling(loaded, self._tokenizer)
         if probe.fault is not None:
             raise InvalidInput(
-                probe.fault, field="MODEL", hint="serve it with another program, and use --endpoint"
+                probe.fault,
+                field="MODEL",
+                hint="serve the model with another program, and use --endpoint",
             )
         self._sampler = Sampler(
             loaded,
@@ -115,7 +117,7 @@ class LocalModel:
                     f"a prompt of {len(ids)} tokens and an answer of {max_tokens} exceed the"
                     f" {max_positions} tokens that the model can read",
                     field="--max-tokens",
-                    hint="lower it, or remove long prompts",
+                    hint="lower the value, or remove long prompts",
                 )
                 store.refuse(question, error)
         return token_ids

@@ -169,7 +169,7 @@ class Learner:
         self.optimizer.zero_grad()
         self.skipped_updates = self.skipped_updates + 1 if is_skipped else 0
         problem, field = "the gradient is zero: no token is learned", "data.path"
-        remedy = "check masks and weights: distill preview shows what is learned"
+        remedy = "check masks and weights: distill preview shows which tokens are learned"
         if not is_finite:
             problem, field = "the gradient is not finite", "train.learning_rate"
             remedy = "lower the learning rate and resume from the checkpoint before this step"

@@ -339,5 +339,5 @@ def _require_finite(metrics: Mapping[str, float]) -> None:
             raise InvalidInput(
                 f"{name} of the student is not a number before the first step",
                 field="student.model",
-                hint="its weights have numbers that are not finite: give another directory",
+                hint="the weights have values that are not finite: give another directory",
             )

@@ -144,8 +144,9 @@ class HeadWatch:
         if mass < self._reference_mass / 2:
             self._warned = True
             log.warning(
-                "step %d: the head holds %.2f of the student's probability, at first it held %.2f: "
-                "a KL over the head alone can push it out; raise top_k, or use the default tail",
+                "step %d: the head holds %.2f of the student's probability, at the start %.2f: a"
+                " KL over the head alone can move probability out of the head; raise top_k, or"
+                " use the default tail",
                 step,
                 mass,
                 self._reference_mass,
@@ -174,8 +175,9 @@ class LearningWatch:
         if self._cut_share > _CUT_SHARE:
             self._warn(
                 "cut",
-                f"step {step}: {self._cut_share:.0%} of the answers of {self._steps} steps are cut"
-                f" at method.max_new_tokens = {self._limit}: raise it, or check that the student"
+                f"step {step}: {self._cut_share:.0%} of the answers of {self._steps} steps are"
+                f" cut at method.max_new_tokens = {self._limit}: raise the value, or check that"
+                f" the student"
                 " writes an end token (distill preview shows which tokens end an answer)",
             )
         if self._is_idle:

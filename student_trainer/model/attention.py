@@ -48,7 +48,7 @@ def choose_attention(student: Student, copy: Student, settings: StudentConfig) -
     current_attention = student.model.config._attn_implementation
     if settings.attention != "auto" and current_attention != requested_attention:
         raise _build_error(
-            settings.attention, f"the model has {current_attention!r} and cannot change it"
+            settings.attention, f"the model has {current_attention!r}, which cannot be changed"
         )
     flash = current_attention.startswith(_FLASH)
     student.eval()
@@ -76,9 +76,11 @@ def _choose_implementation(student: Student, attention: str) -> str | None:
             )
             return installed if usable else None
         case "flash" if not on_gpu:
-            raise _build_error(attention, "it needs an NVIDIA GPU")
+            raise _build_error(attention, "flash attention needs an NVIDIA GPU")
         case "flash" if not student.bf16:
-            raise _build_error(attention, "it needs a student that computes in bfloat16")
+            raise _build_error(
+                attention, "flash attention needs a student that computes in bfloat16"
+            )
         case "flash":
             # transformers downloads a kernel from the hub if only the package kernels is there.
             implementation = installed or ("flash_attention_2" if is_kernels_available() else None)
@@ -96,7 +98,7 @@ def _installed_flash() -> str | None:
 
 def _build_error(attention: str, why: str) -> InvalidInput:
     return InvalidInput(
-        f"the student cannot have the attention {attention!r}: {why}",
+        f"the student cannot use the attention {attention!r}: {why}",
         field="student.attention",
-        hint="leave it out, or install flash-attn on a machine with a GPU",
+        hint="remove the key, or install flash-attn on a machine with a GPU",
     )

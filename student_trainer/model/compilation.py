@@ -35,7 +35,9 @@ def compile_layers(student: Student) -> None:
         torch.compile(torch.neg)(torch.ones(2, device=student.model.device))
     except Exception as error:  # any part of the compiler or of the machine's tools may fail
         reason = str(error).strip().splitlines()[0]
-        raise _build_error(reason, "install a C++ compiler such as g++, or leave it out") from error
+        raise _build_error(
+            reason, "install a C++ compiler such as g++, or remove the key"
+        ) from error
     # Batches of one line, batches without padding and layers that recompute each compile a variant.
     # The default limit of 8 variants is too few for a model with two kinds of layers.
     torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)

@@ -164,7 +164,7 @@ def load_image_reader(student: StudentConfig, field: str = "data.image_column") 
     raise InvalidInput(
         f"{student.model!r} reads no images, or not as patches with a grid",
         field=field,
-        hint="choose a student such as Qwen2.5-VL or Qwen3-VL, or leave the key out",
+        hint="choose a student such as Qwen2.5-VL or Qwen3-VL, or remove the key",
     )
 
 
@@ -231,7 +231,7 @@ def load_model(
     if images is not None:
         if not uses_images(model, images):
             raise InvalidInput(
-                f"images do not change what {student.model!r} computes",
+                f"images do not change the output of {student.model!r}",
                 field="student.model",
                 hint="choose a student such as Qwen2.5-VL or Qwen3-VL",
             )
@@ -259,7 +259,7 @@ def _check_loaded(
         raise InvalidInput(
             f"{name} has an adapter beside its weights",
             field="student.model",
-            hint="merge it into the weights, or name another model",
+            hint="merge the adapter into the weights, or give another model",
         )
 
 

@@ -332,14 +332,14 @@ def _check_divided(group: ContextGroup, divided: Student, full: Student) -> None
             raise _build_error(full.model, reason)
     # Products of float32 matrices may be TF32 on a GPU, which is a little better than bfloat16.
     if not (states - expected).norm() <= 2e-2 * expected.norm():
-        raise _build_error(full.model, "something else than its attention reads several tokens")
+        raise _build_error(full.model, "a layer other than attention reads several tokens")
 
 
 def _build_error(model: Any, why: str) -> InvalidInput:
     return InvalidInput(
         f"the tokens of {type(model).__name__} cannot be divided over processes: {why}",
         field=FIELD,
-        hint="leave it out",
+        hint="remove the key",
     )
 
 

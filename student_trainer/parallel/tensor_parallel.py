@@ -119,5 +119,5 @@ def _build_error(model: Any, why: str) -> InvalidInput:
     return InvalidInput(
         f"{type(model).__name__} cannot be divided over processes: {why}",
         field=FIELD,
-        hint='leave it out, and shard with train.sharding = "fsdp2" alone',
+        hint='remove the key, and shard with train.sharding = "fsdp2" alone',
     )

@@ -140,7 +140,7 @@ class Judge:
             self._socket.settimeout(_remaining_seconds(deadline))
             chunk = self._socket.recv(65536)
             if not chunk:
-                raise ConnectionError("it closed the connection")
+                raise ConnectionError("the process closed the connection")
             self._received += chunk
         line, _, self._received = self._received.partition(b"\n")
         return line

@@ -154,7 +154,7 @@ def _python_scorer(file: Path) -> RewardScorer:
         raise InvalidInput(
             f"{file} cannot be loaded: {type(error).__name__}: {error}",
             field="reward.file",
-            hint="correct the file; it is imported as a Python module",
+            hint="correct the file, which is imported as a Python module",
         ) from error
     reward: Any = getattr(module, "reward", None)
     if not callable(reward):

@@ -183,8 +183,9 @@ def _check_services(
     job_rank = config.student.adapter_rank
     if info.lora_rank not in (0, job_rank):
         raise WrongState(
-            f"the service at rollouts.address takes adapters of rank {info.lora_rank}, the job has "
-            + (f"rank {job_rank}" if job_rank else "none, or also learns the head"),
+            f"the service at rollouts.address accepts adapters of rank {info.lora_rank}, but the"
+            f" job has "
+            + (f"rank {job_rank}" if job_rank else "no adapters, or also trains the head"),
             field="rollouts.address",
             hint=f"start the service with --lora-rank {job_rank}"
             if job_rank

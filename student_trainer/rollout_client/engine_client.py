@@ -125,7 +125,7 @@ class EngineClient:
         for other_replica, other_info in other_infos:
             if other_info != info:
                 raise WrongState(
-                    f"the {first.name} has {info}, the {other_replica.name} has {other_info}",
+                    f"the {first.name} has {info}, but the {other_replica.name} has {other_info}",
                     field=FIELD,
                     hint="start all rollout services with the same model and options",
                 )
@@ -134,7 +134,7 @@ class EngineClient:
                 f"the model of the {first.name} has {info.vocab_size} token ids, the student has"
                 f" {vocab_size}",
                 field=FIELD,
-                hint="start it with --model set to the student.model of the job",
+                hint="start the service with --model set to the job's student.model",
             )
         self._vocab_size = info.vocab_size
         return info

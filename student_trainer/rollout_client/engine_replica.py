@@ -125,13 +125,13 @@ def no_answer(replicas: Sequence[Replica], last_error: DistillError, seconds: fl
         return Unavailable(
             f"no rollout engine of the job answers for {seconds:g} s (last: {last_error.message})",
             field="rollouts.gpus",
-            hint="the logs rollouts-N.log of the attempt say why",
+            hint="read the logs rollouts-N.log of the attempt",
         )
     tls = any(replica.address.startswith("https://") for replica in replicas)
     return Unavailable(
         f"no rollout service answers at {addresses} for {seconds:g} s (last: {last_error.message})",
         field=FIELD,
-        hint=TLS_HINT if tls else "start one with distill-rollouts, or check the address",
+        hint=TLS_HINT if tls else "start a service with distill-rollouts, or check the address",
     )
 
 

@@ -83,7 +83,7 @@ def end_orders_after_stop(client: EngineClient, is_stop_requested: Callable[[], 
                     Unavailable(
                         f"the rollout engine has not finished {STOP_SECONDS:g} s after the job was "
                         "asked to stop",
-                        hint="resume the job: it samples the missing answers anew",
+                        hint="resume the job to sample the missing answers again",
                     )
                 )
                 return

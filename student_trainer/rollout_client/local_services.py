@@ -220,7 +220,7 @@ class _Service:
             raise InvalidInput(
                 f"the rollout engine did not start: {self._problem}",
                 field="rollouts.engine",
-                hint="the log above has its messages",
+                hint="read the engine's messages in the log above",
             )
 
     def _keep_running(self) -> None:
@@ -229,7 +229,7 @@ class _Service:
             code, problem = self._run()
             if self._closing.is_set():
                 return
-            reason = problem or f"it ended with exit code {code}"
+            reason = problem or f"the service ended with exit code {code}"
             if not self._ready.is_set():
                 self._problem = reason
                 self._ready.set()
@@ -237,7 +237,9 @@ class _Service:
             ends.append(time.monotonic())
             if len(ends) == _MAX_ENDS and ends[-1] - ends[0] < _WITHIN_SECONDS:
                 break
-            log.warning("the rollout service ended with code %s; it is started again", code)
+            log.warning(
+                "the rollout service ended with code %s; the trainer starts the service again", code
+            )
             # Its port, or its GPU, may not be free at once.
             self._closing.wait(len(ends))
         self._on_lost(
@@ -245,7 +247,7 @@ class _Service:
                 f"the rollout service has ended {_MAX_ENDS} times in {ends[-1] - ends[0]:.0f} s, "
                 f"the last time: {reason}",
                 field="rollouts.engine",
-                hint="the log of the attempt has its messages",
+                hint="read the service's messages in the log of the attempt",
             )
         )
 

@@ -57,6 +57,6 @@ class PlacedServices:
                     raise InvalidInput(
                         f"the rollout engine did not start: {service.problem}",
                         field="rollouts.engine",
-                        hint=f"its log is {self._file.with_name(f'rollouts-{number}.log')}",
+                        hint=f"read its log {self._file.with_name(f'rollouts-{number}.log')}",
                     )
             time.sleep(_POLL_SECONDS)

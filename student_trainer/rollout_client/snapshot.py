@@ -147,8 +147,9 @@ def verify(probe: Probe, logprobs_of: Callable[[Tensor], Tensor], dtype: str) ->
     if is_different or not torch.isfinite(differences).all():
         raise Corrupt(
             f"the engine's log-probs of the probe differ from the trainer's by {mean:.3g} nats in "
-            f"the mean and {maximum:.3g} at most, so it does not have the weights of this version",
-            hint="start the rollout service again; if it recurs, use rollouts.engine = 'hf'",
+            f"the mean and {maximum:.3g} at most, so the engine does not have the weights of"
+            f" this version",
+            hint="start the rollout service again; if the error recurs, use rollouts.engine = 'hf'",
         )
     return maximum
 

@@ -224,8 +224,8 @@ class FileChannel:
             if free_bytes < needed_bytes:
                 shutil.rmtree(version.directory)
                 raise Unavailable(
-                    f"the weights need {needed_bytes >> 20} MiB,"
-                    f" {version.directory} has {free_bytes >> 20}",
+                    f"the weights need {needed_bytes >> 20} MiB, but {version.directory} has"
+                    f" {free_bytes >> 20} MiB",
                     hint="free space, or lower rollouts.lag, which keeps more versions",
                 )
 

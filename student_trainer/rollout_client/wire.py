@@ -139,7 +139,7 @@ class OrderReader:
         """Return the complete order, after the last message."""
         header = self._header
         if header is None or self._weights is None:
-            _refuse_field("header", "is missing", "start the order with its header")
+            _refuse_field("header", "is missing", "send the header of the order first")
         if len(self._sequences) != header.sequences:
             _refuse_field(
                 "sequences",
@@ -165,7 +165,7 @@ class OrderReader:
         field = f"sequences[{len(self._sequences)}]"
         if len(self._sequences) == header.sequences:
             _refuse_field(
-                field, f"only {header.sequences} were announced", "count them in the header"
+                field, f"only {header.sequences} were announced", "set the count in the header"
             )
         if len(request.token_ids) % 4 or not request.token_ids:
             size = len(request.token_ids)
@@ -202,7 +202,7 @@ class OrderReader:
             _refuse_field(
                 field,
                 f"an order has at most {MAX_TOKENS} tokens, given and sampled together",
-                "divide it into several orders",
+                "divide the order into several orders",
             )
         token_ids = torch.from_numpy(ids.astype(np.int64))
         return SequenceRequest(token_ids, request.number, request.limit, request.used)
@@ -317,7 +317,7 @@ class SampledReader:
         """Read a message; return (index in the order, tokens) if it completes a sequence."""
         index = part.index
         if index >= len(self._limits) or index in self._finished:
-            raise Corrupt(f"the rollout service sent sequence {index} twice or unasked")
+            raise Corrupt(f"the rollout service sent sequence {index} twice or without a request")
         parts = self._parts.setdefault(index, [])
         received_tokens = sum(len(earlier_part.token_ids) for earlier_part in parts) // 4
         tokens = len(part.token_ids) // 4

@@ -80,7 +80,7 @@ def make_engine(settings: RolloutEngineSettings) -> RolloutEngine:
             if vllm.tensor_parallel_size != 1:
                 raise _build_option_error("hf", "--tensor-parallel-size", "use --engine vllm")
             if vllm.max_batch_tokens is not None:
-                hint = "leave it out: the job's key train.tokens_per_micro_batch decides"
+                hint = "remove the option: the job sets train.tokens_per_micro_batch"
                 raise _build_option_error("hf", "--max-batch-tokens", hint)
             if vllm.sleeps:
                 raise _build_option_error("hf", "--sleep", "use --engine vllm")
@@ -97,9 +97,9 @@ def make_engine(settings: RolloutEngineSettings) -> RolloutEngine:
                 raise _build_option_error("vllm", "--device", "set CUDA_VISIBLE_DEVICES")
             if vllm.sleeps and not gpus_here():
                 raise InvalidInput(
-                    "there is no GPU whose memory could be freed",
+                    "needs a GPU, and this machine has none",
                     field="--sleep",
-                    hint="leave it out",
+                    hint="remove the option",
                 )
             require_vllm()
             from student_trainer.rollout_service.engines.vllm import (
@@ -133,7 +133,7 @@ def _resolve_model(settings: RolloutEngineSettings) -> str:
         raise InvalidInput(
             f"revision {settings.revision} of {settings.model} cannot be loaded: {error}",
             field="--revision",
-            hint="name a commit of a hub id, and leave it out for a directory",
+            hint="give a commit of a hub id; a directory needs no revision",
         ) from error
 
 

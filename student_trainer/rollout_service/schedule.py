@@ -190,5 +190,6 @@ def _is_same_version(first: WeightsVersion, second: WeightsVersion) -> bool:
 
 def _stopping_error() -> Unavailable:
     return Unavailable(
-        "this rollout service is stopping", hint="send the order to another one, or start it again"
+        "this rollout service is stopping",
+        hint="send the order to another service, or start this service again",
     )

@@ -58,9 +58,9 @@ class Fence:
 
 def _replaced_error(newest: int) -> WrongState:
     return WrongState(
-        f"attempt {newest} of this job has replaced the one that sent this order",
+        f"attempt {newest} of this job has replaced the attempt that sent this order",
         field="rollouts.address",
-        hint="this trainer ends; look at the newer attempt",
+        hint="this trainer ends; read the log of the newer attempt",
     )
 
 
@@ -130,7 +130,9 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
         Raises WrongState if the service was started without --sleep.
         """
         if not self._engine.info.sleeps:
-            raise WrongState("this rollout service does not sleep", hint="start it with --sleep")
+            raise WrongState(
+                "this rollout service does not sleep", hint="start the service with --sleep"
+            )
         await self._schedule.sleep(self._engine.sleep)
         return rollouts_pb2.SleepReply()
 

@@ -102,8 +102,8 @@ def _template_of_teachers(teachers: Mapping[str, Connection]) -> str:
     if len(templates) > 1:
         problem, remedy = "the teachers have different chat templates", "name a .jinja file"
     elif not any(templates):
-        problem = "the teacher has no chat template, or does not say it"
-        remedy = "name a .jinja file, or leave it out"
+        problem = "the teacher has no chat template, or does not send its template"
+        remedy = "give a .jinja file, or remove the key"
     else:
         return str(templates.pop())
     raise InvalidInput(problem, field=_FIELD, hint=remedy)

@@ -61,7 +61,7 @@ def check_top_k(top_k: int, width: int, field: str) -> None:
         raise InvalidInput(
             f"{top_k} is more than the {width} token ids of the student",
             field=field,
-            hint=f"lower it to at most {width}, where the KL is exact",
+            hint=f"lower the value to at most {width}, where the KL is exact",
         )
 
 
@@ -71,7 +71,7 @@ def check_max_tokens(max_tokens: int, max_length: int | None) -> None:
         raise InvalidInput(
             f"{max_tokens} is more than the {max_length} tokens that the student can read",
             field="method.max_tokens",
-            hint=f"lower it to {max_length}",
+            hint=f"lower the value to {max_length}",
         )
 
 

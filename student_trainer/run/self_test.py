@@ -98,7 +98,7 @@ def _compare_passes(student: Replicated | Sharded, ids: Tensor) -> None:
     top_k = min(_TOP_K, trained.vocab_size)
     head_ids, rows = student.rows(_make_batch(student, [ids[:_SHORT]]), 1.0, top_k)
     if not bool(rows.head_logprobs.isfinite().all()):
-        raise _refuse("its logits are not finite", "choose a student whose weights are intact")
+        raise _refuse("the logits are not finite", "choose a student whose weights are intact")
     both = _make_batch(student, [ids[:_SHORT], ids.flip(0)], head_ids)
     evaluated, repeated = (student.rows(both, 1.0)[1].head_logprobs for _ in range(2))
     trained.train()
@@ -109,7 +109,7 @@ def _compare_passes(student: Replicated | Sharded, ids: Tensor) -> None:
         difference = float((logprobs - evaluated).abs().max())
         raise _refuse(
             f"training mode differs from evaluation mode by {difference:.2g} nats",
-            "switch the noise off in its config.json",
+            "switch the noise off in config.json",
         )
     difference = float((evaluated[: _SHORT - 1] - rows.head_logprobs).abs().max())
     if not difference <= rounding(trained.model, bf16=trained.bf16):
@@ -148,7 +148,7 @@ def _find_untrained(student: Replicated | Sharded, ids: Tensor) -> tuple[str, ..
         )
     if untrained and isinstance(student, Replicated) and student.gradient_ranks > 1:
         raise InvalidInput(
-            f"the student's weight {min(untrained)} gets no gradient, for which DDP would wait",
+            f"the student's weight {min(untrained)} gets no gradient, so DDP would wait forever",
             field="train.sharding",
             hint="use 'fsdp2'",
         )

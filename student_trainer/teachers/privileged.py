@@ -53,9 +53,9 @@ def privileged_prompt(
         if max_tokens is not None and length > max_tokens:
             raise InvalidInput(
                 f"with {'the context' if context else 'its own prompt'} the {reader} would read"
-                f" {length} tokens, but it can read only {max_tokens}",
+                f" {length} tokens, more than its limit of {max_tokens}",
                 field=field if context else "method.max_prompt_tokens",
-                hint=("shorten the context" if context else "lower it")
+                hint=("shorten the context" if context else "lower the value")
                 + ", or lower method.max_new_tokens",
             )
         return ids

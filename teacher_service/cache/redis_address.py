@@ -60,12 +60,13 @@ class RedisAddress:
         if parts.password is not None and self.password is not None:
             raise _url_error(
                 "both the URL and DISTILL_REDIS_PASSWORD have a password",
-                "remove the one in the URL",
+                "remove the password from the URL",
             )
         for name, values in parse_qs(parts.query).items():
             if not name.startswith("ssl_"):
                 raise _url_error(
-                    f"the URL cannot set {name}", "remove it; only ssl_... options are allowed"
+                    f"the URL cannot set {name}",
+                    "remove this option; only ssl_... options are allowed",
                 )
             if name in _FILES and not Path(values[0]).is_file():
                 raise _url_error(f"{name}: there is no file {values[0]}", "check the path")

@@ -48,7 +48,7 @@ def open_redis(settings: CacheSettings) -> RedisTier | None:
         raise InvalidInput(
             "the password is visible on the command line to every user of this machine",
             field="--redis-url",
-            hint="remove it from the URL and set DISTILL_REDIS_PASSWORD",
+            hint="remove the password from the URL and set DISTILL_REDIS_PASSWORD",
         )
     return RedisTier(address, ttl_seconds=settings.redis_ttl_seconds, zstd=settings.zstd)
 

@@ -166,7 +166,7 @@ def _student_width(student: StudentConfig) -> int:
             f"cannot read the configuration of {student.model}:"
             f" {' '.join(str(error).split())[:300]}",
             field="student.model",
-            hint="give a Hugging Face directory or hub id with a config.json, or leave it out",
+            hint="give a Hugging Face directory or hub id with a config.json, or remove the key",
         ) from error
     return int(config.get_text_config().vocab_size)
 

@@ -138,7 +138,7 @@ def _connect_ray() -> Any:
         raise Unavailable(
             f"no Ray cluster responds at {os.environ.get('RAY_ADDRESS')}",
             field="method.ray",
-            hint="start one with ray start --head, or unset RAY_ADDRESS to use this machine",
+            hint="start a cluster with ray start --head, or unset RAY_ADDRESS to use this machine",
         ) from error
     return ray
 

@@ -83,7 +83,7 @@ class QuerySettings:
             raise InvalidInput(
                 "this teacher draws no tail samples",
                 field="method.tail_samples",
-                hint="set it to 0, or use another engine",
+                hint="set the key to 0, or use another engine",
             )
         data = encode_rows(block, f32=self.f32)
         return compress_rows(data) if self.compress else data

@@ -99,7 +99,7 @@ class TeacherFacts:
             raise WrongState(
                 first_difference(self.vocabulary(), tokens, "the tokenizer"),
                 field="data.tokenizer",
-                hint="set it to the teacher's tokenizer",
+                hint="set the key to the teacher's tokenizer",
             )
 
 

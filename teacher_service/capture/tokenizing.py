@@ -165,10 +165,10 @@ class RecordEncoder:
         for name in images_of(record, column, location):
             if isinstance(name, bytes):
                 raise InvalidInput(
-                    f"{location} has an image itself in column {column!r}, which a store cannot"
-                    " name",
+                    f"{location} has the bytes of an image in column {column!r}, but a store"
+                    f" holds only paths",
                     field="data.image_column",
-                    hint="write each image to a file, and its path into the column",
+                    hint="write each image to a file, and the path into the column",
                 )
             named_digests.append(
                 (name, digest_of(read_image(Path(self._data.path).parent / name, location)))
@@ -205,7 +205,7 @@ def load_tokenizer(job: CaptureJob) -> Any:
     raise InvalidInput(
         "no tokenizer is given",
         field="data.tokenizer",
-        hint="set it to the teacher's tokenizer: a Hugging Face directory or a hub id",
+        hint="set the key to the teacher's tokenizer: a Hugging Face directory or a hub id",
     )
 
 

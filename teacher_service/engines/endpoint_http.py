@@ -44,7 +44,7 @@ class HttpEndpoint:
             raise InvalidInput(
                 "the address has a user or a password",
                 field=_FIELD,
-                hint=f"leave them out, and put the key into ${KEY_VARIABLE}",
+                hint=f"remove the user and the password, and set ${KEY_VARIABLE}",
             )
         self.url = url.rstrip("/").removesuffix("/v1")
         self._client = WebClient(
@@ -84,7 +84,7 @@ class HttpEndpoint:
             raise Unauthenticated(
                 f"the endpoint {self.url} refuses the key: {_read_error_message(answer)}",
                 field=_FIELD,
-                hint=f"put its key in ${KEY_VARIABLE}",
+                hint=f"set ${KEY_VARIABLE} to a valid key",
             )
         if answer.status >= 300:
             raise RequestRejected(answer.status, _read_error_message(answer))
@@ -92,7 +92,7 @@ class HttpEndpoint:
             return parse_json(answer.body)
         except ValueError as error:
             raise InvalidInput(
-                f"the endpoint {self.url} answers {path} with something else than JSON",
+                f"the endpoint {self.url} answers {path} with a body that is not JSON",
                 field=_FIELD,
                 hint="give the address of a server with vLLM's HTTP interface",
             ) from error

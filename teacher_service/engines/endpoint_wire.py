@@ -177,5 +177,5 @@ def _raise_corrupt() -> Iterator[None]:
 
 def _corrupt_answer(problem: str) -> Corrupt:
     return Corrupt(
-        f"the answer of the endpoint {problem}", hint="check what serves behind this teacher"
+        f"the answer of the endpoint {problem}", hint="check the server behind this teacher"
     )

@@ -126,7 +126,7 @@ class HfEngine:
         if self._divided:
             raise WrongState(
                 "the weights of a model that is divided over devices cannot be replaced",
-                hint=f"start it without {OPTION}",
+                hint=f"start the teacher without {OPTION}",
             )
         if getattr(self._model, "hf_quantizer", None) is not None:
             raise WrongState(
@@ -136,7 +136,7 @@ class HfEngine:
         if self.info.adapters:
             raise WrongState(
                 "the weights of a teacher with adapters cannot be replaced",
-                hint="start it without --adapter",
+                hint="start the teacher without --adapter",
             )
         return self._weights.specs()
 

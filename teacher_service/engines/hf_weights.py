@@ -89,7 +89,7 @@ class HfAdapters:
     """
 
     def __init__(self, model: Any, adapters: Sequence[Adapter]) -> None:
-        """Raise InvalidInput if peft is not installed, or an adapter is not one of this model."""
+        """Raise InvalidInput if peft is not installed, or an adapter does not fit this model."""
         self._layers: list[Any] = []
         if not adapters:
             return
@@ -136,7 +136,7 @@ def _add_adapter(model: Any, adapter: Adapter) -> None:
         if f".{key}." in name
     }
     for name in sorted(parameters.keys() ^ stored_tensors.keys()):
-        raise _mismatch_error(adapter, f"only one of them has {name}")
+        raise _mismatch_error(adapter, f"only the adapter or the model has {name}")
     for name, parameter in parameters.items():
         if parameter.shape != stored_tensors[name].shape:
             raise _mismatch_error(adapter, f"{name} has another shape")
@@ -145,7 +145,7 @@ def _add_adapter(model: Any, adapter: Adapter) -> None:
 
 def _mismatch_error(adapter: Adapter, reason: str) -> InvalidInput:
     return InvalidInput(
-        f"the adapter {adapter.path} is not one of this model: {' '.join(reason.split())[:200]}",
+        f"the adapter {adapter.path} does not fit this model: {' '.join(reason.split())[:200]}",
         field=OPTION,
-        hint="give the model that it was trained on as --model",
+        hint="set --model to the base model of the adapter",
     )

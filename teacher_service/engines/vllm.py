@@ -219,7 +219,8 @@ class VllmEngine:
             raise InvalidInput(
                 f"vLLM cannot use the adapter {adapter.path}: {' '.join(str(error).split())[:300]}",
                 field=OPTION,
-                hint="give an adapter of this model, or merge it and serve the merged model",
+                hint="give an adapter of this model, or merge the adapter and serve the merged"
+                " model",
             ) from error
 
     def _describe(
@@ -297,7 +298,7 @@ def _build_lora_options(adapters: Sequence[Adapter]) -> dict[str, Any]:
         raise InvalidInput(
             f"vLLM has adapters of at most rank {_LORA_RANKS[-1]}, not {rank}",
             field=OPTION,
-            hint="merge it and serve the merged model",
+            hint="merge the adapter and serve the merged model",
         )
     return {
         "enable_lora": True,

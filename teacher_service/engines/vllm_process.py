@@ -114,7 +114,7 @@ class VllmProcess:
                 self.cached_tokens += output.num_cached_tokens
         except EngineDeadError as error:
             self._watch.check()
-            raise Unavailable("the teacher is stopping", hint="start it again") from error
+            raise Unavailable("the teacher is stopping", hint="start the teacher again") from error
         return pooled
 
     def add_adapter(self, name: str, number: int, path: Path) -> None:

@@ -207,6 +207,6 @@ def _quantised_head_error(
     return InvalidInput(
         f"the head of {path} is quantised: its weight files have {name} ({tensors[name].dtype})",
         field="--model",
-        hint="give a checkpoint whose lm_head is not quantised; --engine vllm also takes one in"
+        hint="give a checkpoint whose lm_head is not quantised; --engine vllm also accepts"
         " float8 or int8 with scales",
     )

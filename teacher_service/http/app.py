@@ -192,7 +192,7 @@ def _read_content_length(headers: Headers) -> int:
 
 def _build_too_large_answer(size: int) -> Response:
     fault = InvalidInput(
-        f"the request has {size} bytes, at most {MAX_BODY_BYTES} are read",
+        f"the request has {size} bytes, but the limit is {MAX_BODY_BYTES}",
         field="body",
         hint="send fewer sequences in a request",
     )

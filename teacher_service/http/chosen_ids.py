@@ -108,7 +108,7 @@ def read_chosen_ids(body: bytes, limits: RequestLimits, info: ScoringEngineInfo)
     ids = _read_id_rows(sampling.prompt_logprob_token_ids, max(1, len(tokens) - start))
     max_ids = min(limits.max_top_k, 1 + MAX_TAIL_DRAWS)
     if ids.shape[1] > max_ids:
-        refuse(_IDS, f"a row has 1 to {max_ids} ids, got {ids.shape[1]}", "ask for fewer")
+        refuse(_IDS, f"a row has 1 to {max_ids} ids, got {ids.shape[1]}", "request fewer ids")
     draw_ids = ids[:, 1:] if ids.shape[1] > 1 else None
     query = build_query(
         tokens,
@@ -129,7 +129,9 @@ def _read_id_rows(value: Any, rows: int) -> NDArray[np.int32]:
     except ValueError:  # rows of different lengths
         ids = np.array(None)
     if ids.ndim != 2 or ids.dtype.kind != "i" or len(ids) != rows or not ids.shape[1]:
-        refuse(_IDS, f"must be {rows} lists of ids, all of one length", "send one for each row")
+        refuse(
+            _IDS, f"must be {rows} lists of ids, all of one length", "send one list for each row"
+        )
     return ids.clip(-1, 2**31 - 1).astype("<i4")
 
 

@@ -188,7 +188,7 @@ def read_completions(body: bytes, limits: RequestLimits, info: ScoringEngineInfo
         refuse(
             "prompt_logprobs",
             f"must be 0 to {limits.max_top_k}, " + ("it is absent" if k is None else f"got {k}"),
-            "ask for fewer, or start the teacher with a larger --max-top-k",
+            "request fewer ids, or start the teacher with a larger --max-top-k",
         )
     queries = [
         # A row has at least one head id.

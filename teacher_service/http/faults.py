@@ -41,5 +41,5 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     """Answer a path or a method that this server does not have."""
     assert isinstance(error, HTTPException)
     path = f"{request.method} {request.url.path}"
-    hint = "it has /v1/models, /v1/completions, /inference/v1/generate, /health and /metrics"
+    hint = "the pages are /v1/models, /v1/completions, /inference/v1/generate, /health and /metrics"
     return fault_answer(NotFound(f"{path}: no such page", hint=hint), error.status_code)

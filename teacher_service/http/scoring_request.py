@@ -19,7 +19,7 @@ from teacher_service.serving.validation import RequestLimits, parse_request
 
 # Maximum sequences of one request: each is a task of its own.
 MAX_SEQUENCES = 1024
-_SCORES_ONLY = "this teacher scores the tokens that it is sent, and generates none"
+_SCORES_ONLY = "this teacher scores the tokens of the request, and generates no tokens"
 
 
 class Fields(BaseModel):
@@ -56,7 +56,7 @@ def read_fields(body: bytes, model: type[_F]) -> _F:
         field = ".".join(str(part) for part in first_error["loc"])
         if first_error["type"] == "extra_forbidden":
             raise InvalidInput(
-                "this teacher does not have the field", field=field, hint="leave it out"
+                "this teacher does not support the field", field=field, hint="remove the field"
             ) from error
         raise InvalidInput(first_error["msg"], field=field or "body") from error
 
@@ -149,7 +149,7 @@ def require_start(start: int, token_ids: NDArray[np.int32], field: str) -> None:
         refuse(
             field,
             f"must be 0 to {length - 2} for {length} tokens, got {start}",
-            "the first token after it has the first log-prob",
+            "the next token has the first log-prob",
         )
 
 

@@ -63,7 +63,9 @@ def read_adapters(options: Sequence[str]) -> tuple[Adapter, ...]:
     names = [adapter.name for adapter in adapters]
     for name in names:
         if names.count(name) > 1:
-            raise _adapter_error(f"two adapters are named {name!r}", "give each its own name")
+            raise _adapter_error(
+                f"two adapters are named {name!r}", "give each adapter its own name"
+            )
     return adapters
 
 
@@ -83,7 +85,7 @@ def _read_adapter(option: str) -> Adapter:
         rank = _find_max_rank(config)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _adapter_error(
-            f"{path}/{_CONFIGURATION} is malformed: {error}", "restore it"
+            f"{path}/{_CONFIGURATION} is malformed: {error}", "restore the file"
         ) from error
     layers = _read_hidden_layers(path)
     facts = json.dumps([config.get(key) for key in _SCALING], sort_keys=True).encode()
@@ -101,7 +103,8 @@ def _require_plain(path: Path, config: dict[str, Any]) -> None:
     adapter_type = config.get("peft_type")
     if adapter_type != "LORA":
         raise _adapter_error(
-            f"{path} is an adapter of type {adapter_type}, not LORA", "merge it into the model"
+            f"{path} is an adapter of type {adapter_type}, not LORA",
+            "merge the adapter into the model",
         )
     bias = config.get("bias", "none")
     unsupported_keys = [key for key in _OTHER_KINDS if config.get(key)]
@@ -114,7 +117,7 @@ def _require_plain(path: Path, config: dict[str, Any]) -> None:
     if unsupported_keys:
         raise _adapter_error(
             f"the adapter {path} has {unsupported_keys[0]} = {config[unsupported_keys[0]]!r}",
-            "give a plain LoRA adapter, or merge it and serve the merged model",
+            "give a plain LoRA adapter, or merge the adapter and serve the merged model",
         )
 
 
@@ -123,16 +126,19 @@ def _read_hidden_layers(path: Path) -> frozenset[str]:
         with safe_open(path / WEIGHTS, framework="pt") as tensors:
             names = sorted(tensors.keys())
     except (SafetensorError, OSError) as error:
-        raise _adapter_error(f"{path}/{WEIGHTS} cannot be read: {error}", "restore it") from error
+        raise _adapter_error(
+            f"{path}/{WEIGHTS} cannot be read: {error}", "restore the file"
+        ) from error
     layers = set()
     for name in names:
         match = _TENSOR.fullmatch(name)
         layer = match[1].rpartition(".")[2] if match else ""
         if not layer or layer in _NOT_HIDDEN:
             raise _adapter_error(
-                f"the adapter {path} has {name}, which is no product for a layer between"
-                " embeddings and head",
-                "train it without embeddings and head, or merge it and serve the merged model",
+                f"the adapter {path} has {name}, which is not a product for a layer between"
+                f" embeddings and head",
+                "train the adapter without embeddings and head, or merge the adapter and serve"
+                " the merged model",
             )
         layers.add(layer)
     if not layers:

@@ -66,7 +66,7 @@ def model_directory(model: str) -> Path:
     if not weight_files(path):
         raise _model_error(
             f"{model} has no .safetensors weights; other formats can run code when loaded",
-            "convert it with save_pretrained(..., safe_serialization=True)",
+            "convert the model with save_pretrained(..., safe_serialization=True)",
         )
     refuse_missing_files(path, "--model")
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):

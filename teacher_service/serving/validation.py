@@ -66,7 +66,7 @@ def parse_request(request: teacher_pb2.ScoreRequest, limits: RequestLimits) -> S
         _refuse(
             "next_position",
             f"must be 0 or {start} to {length - 1}, got {request.next_position}",
-            "set it to the position of the first missing row",
+            "set the field to the position of the first missing row",
         )
     if request.tail_samples > MAX_TAIL_SAMPLES:
         _refuse(
@@ -97,8 +97,8 @@ def refuse_adapter(name: str, adapter_names: Iterable[str]) -> NoReturn:
     names = ", ".join(sorted(adapter_names))
     _refuse(
         "adapter",
-        f"this teacher has no adapter {name!r}" + (f"; it has {names}" if names else ""),
-        f"start it with --adapter {name}=DIR",
+        f"this teacher has no adapter {name!r}" + (f"; its adapters are {names}" if names else ""),
+        f"start the teacher with --adapter {name}=DIR",
     )
 
 
@@ -115,7 +115,7 @@ def _narrow_limits(
         _refuse(
             "vocab_size",
             f"must be at most {limits.vocab_size}, the number of logits, got {size}",
-            "leave it out, or name the number of logits that teacher and student have in common",
+            "remove the field, or set the number of logits that teacher and student have in common",
         )
     narrowed_limits = replace(limits, vocab_size=size, max_top_k=min(limits.max_top_k, size))
     return narrowed_limits, None if size == limits.vocab_size else size
@@ -142,7 +142,7 @@ def _parse_head(
             _require_distinct(head_ids)
             return None, head_ids
         case _:
-            _refuse("top_k", "neither top_k nor head_ids is given", "set one of them")
+            _refuse("top_k", "neither top_k nor head_ids is given", "set one of the two fields")
 
 
 def _parse_draws(
@@ -186,7 +186,7 @@ def _parse_images(
             "images",
             f"the tokens before `start` have {len(prompt_placeholders)} image placeholders (id"
             f" {limits.placeholder}), but the request has {len(sizes)} images",
-            "send each image, and one placeholder token for each",
+            "send one placeholder token for each image",
         )
     if (np.diff(prompt_placeholders) == 1).any():
         _refuse(
@@ -225,7 +225,7 @@ def _require_k(k: int, field: str, limits: RequestLimits) -> None:
         _refuse(
             field,
             f"k must be 1 to {limits.max_top_k}, got {k}",
-            "ask for fewer head ids, or start the teacher with a larger --max-top-k",
+            "request fewer head ids, or start the teacher with a larger --max-top-k",
         )
 
 

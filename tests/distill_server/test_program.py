@@ -85,8 +85,8 @@ def test_one_server_per_directory(tmp_path: Path) -> None:
     assert second_server.returncode == 2
     assert second_server.stdout == ""
     assert second_server.stderr == (
-        f"error: another server runs on {tmp_path}; "
-        "stop it, or start this server with another --runs directory\n"
+        f"error: another server uses {tmp_path}; stop that server, or start this server with"
+        f" another --runs directory\n"
     )
 
 
@@ -98,7 +98,7 @@ def test_taken_port(tmp_path: Path) -> None:
         process = run(command(tmp_path, "--port", port))
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr.splitlines()[-1] == (
-        f"error: --port: port {port} is taken; choose another one, or 0 for any free port"
+        f"error: --port: port {port} is taken; choose another port, or 0 for any free port"
     )
 
 

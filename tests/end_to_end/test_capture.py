@@ -118,7 +118,7 @@ def test_submitted(directory: Path, make_server: MakeServer) -> None:
     )
     server = make_server()
     with DistillClient(server.address) as client:
-        with pytest.raises(InvalidInput, match="keeps the rows in the job's own directory"):
+        with pytest.raises(InvalidInput, match="stores the rows in the run directory"):
             client.submit(
                 job(directory / "data.jsonl", directory / "words", method__store="/tmp/rows")
             )

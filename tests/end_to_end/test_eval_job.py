@@ -162,7 +162,7 @@ def test_refused_before_it_is_queued(
         ({"data": None}, "only the reward reasoning_gym:TASK"),
         ({"reward": {"type": "reasoning_gym:chain_sum"}}, "generates its prompts"),
         ({"data": {"path": "x", "eval_path": "y"}}, "an evaluation reads data.path"),
-        ({"data": {"path": "@rows/store"}}, "reads no output of a job"),
+        ({"data": {"path": "@rows/store"}}, "cannot be the output of a job"),
         ({"max_steps": 3}, "Extra inputs"),
     ],
 )

@@ -112,7 +112,9 @@ def test_a_server_without_the_token_says_so(
         guarded_teacher(material, log, "--token-file", tokens.file) as teacher,
         server(tmp_path / "runs") as jobs,
         DistillClient(jobs.address) as client,
-        pytest.raises(WrongState, match="does not take the token of the distill server") as caught,
+        pytest.raises(
+            WrongState, match="does not accept the token of the distill server"
+        ) as caught,
     ):
         client.submit(job(material, teacher.address))
     assert caught.value.field == "teacher.address"

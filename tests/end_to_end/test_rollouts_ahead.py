@@ -133,7 +133,7 @@ def test_adapters_alone_change_no_bit(material: Material, teacher: str, tmp_path
             if name == "other":
                 with trainer(run) as process:
                     assert process.wait() != 0
-                assert "takes adapters of rank 5, the job has rank 4" in process.log
+                assert "accepts adapters of rank 5, but the job has rank 4" in process.log
                 continue
             finish(run)
             if name == "same":
@@ -205,7 +205,7 @@ def test_a_killed_engine_is_started_again(
             for service in services_of_trainers():
                 service.send_signal(signal.SIGKILL)
         assert process.wait() == 0, process.log
-    assert "it is started again" in process.log
+    assert "the trainer starts the service again" in process.log
     assert_same(run, lagging_run)
 
 
@@ -230,7 +230,7 @@ def test_a_cancel_leaves_the_engine_to_the_trainer(
         status = run.read_status()
         assert status is not None
         assert status.verdict == "cancelled", process.log
-        assert "it is started again" not in process.log
+        assert "the trainer starts the service again" not in process.log
         stored_sequences = read_rollouts(run.checkpoints / f"step-{run.checkpoint_steps()[-1]:06d}")
         assert len(stored_sequences) == 2 * 8, "two steps of eight rollouts"
     finish(run, 4)

@@ -113,7 +113,7 @@ def test_a_killed_process_costs_an_attempt_not_the_job(
     verdict = verdict_of(JobState.RUNNING, 5, run.read_status(), Exited(code))
     assert isinstance(verdict, DeadAttempt), verdict
     assert not verdict.blameless
-    assert "another process of the trainer is lost" in verdict.reason
+    assert "another process of the trainer has died" in verdict.reason
     finish(run, 2)
     assert curve(metrics_of(run)) == curve(metrics_of(pair))
     assert weights(run) == weights(pair)

@@ -27,10 +27,10 @@ def test_an_unknown_token_is_told(
     assert main(command) == ExitCode.JOB_FAILED
     report = capsys.readouterr().out
     assert [line for line in report.splitlines() if line.startswith("problem")] == [
-        f"problem: server: {server} does not know the token; set $DISTILL_TOKEN to one of its"
-        " token file",
-        f"problem: teacher: {teacher} does not know the token; set $DISTILL_TEACHER_TOKEN to one"
-        " of its token file",
+        f"problem: server: {server} does not accept the token; set $DISTILL_TOKEN to a token of"
+        f" its token file",
+        f"problem: teacher: {teacher} does not accept the token; set $DISTILL_TEACHER_TOKEN to a"
+        f" token of its token file",
     ]
     assert "distill token" not in report
     monkeypatch.setenv(SERVER_TOKEN, "short")

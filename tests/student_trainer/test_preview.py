@@ -200,7 +200,7 @@ def test_a_system_message_that_is_left_out_is_seen(chat_job: MakeJob) -> None:
     config = chat_job(template, messages)
     preview = preview_of(config)
     assert preview.warnings[0] == "9 of 9 records are refused, so the job will fail"
-    assert "leaves out the system message of row 1" in preview.records[0].problem
+    assert "drops the system message of row 1" in preview.records[0].problem
     assert preview.records[0].lost == (("system message", "N"),)
 
 

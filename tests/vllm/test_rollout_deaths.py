@@ -103,7 +103,7 @@ def assert_ends_at_the_second_load(process: Engine, log: Path, fault: str) -> No
     text = log.read_text()
     assert "the load of version 1 failed" in text
     assert fault in text
-    assert "this rollout service exits with code 1, start it again" in text
+    assert "this rollout service exits with code 1; start the program again" in text
 
 
 def test_a_load_that_fails_half_way_ends_the_process(tmp_path: Path) -> None:

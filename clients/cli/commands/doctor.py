@@ -113,8 +113,8 @@ def _check_packages() -> Iterator[Check]:
         except ModuleNotFoundError:
             is_this_project = False
         problem = (
-            "another distribution hides this package; install this project in a virtual"
-            " environment of its own"
+            "another distribution hides this package; install this project in a separate"
+            " virtual environment"
         )
         yield Check(name, location, problem="" if is_this_project else problem)
 
@@ -128,7 +128,7 @@ def _check_sqlite() -> Check:
 
 def _check_torch() -> Check:
     if importlib.util.find_spec("torch") is None:
-        return Check("torch", "not installed; only the teacher and the trainer need it")
+        return Check("torch", "not installed; only the teacher and the trainer need this package")
     # In a process of its own, so that this process does not import torch.
     probe = subprocess.run(
         [sys.executable, "-P", "-c", TORCH_PROBE], capture_output=True, text=True
@@ -143,9 +143,9 @@ def _check_ray() -> Check:
     try:
         version = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:
-        return Check("ray", "not installed; only --ray needs it")
+        return Check("ray", "not installed; only --ray needs this package")
     has_jobs_api = importlib.util.find_spec("aiohttp") is not None
-    warning = f"its Jobs API is not installed: {install_command('ray')}"
+    warning = f"the Jobs API of Ray is not installed: {install_command('ray')}"
     return Check("ray", version, warning="" if has_jobs_api else warning)
 
 
@@ -183,7 +183,7 @@ def _check_connection(name: str, address: str) -> Check:
         code = error.code().name
         if error.code() is grpc.StatusCode.UNAUTHENTICATED:
             token_problem = (
-                f"{address} does not know the token; set ${token} to one of its token file"
+                f"{address} does not accept the token; set ${token} to a token of its token file"
             )
             return Check(name, address, problem=token_problem)
         fault = sent_fault(error)

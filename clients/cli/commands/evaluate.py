@@ -231,7 +231,9 @@ def _check_settings(config: ExamConfig) -> None:
     """Check combinations of settings, and that the files exist."""
     kind, generated = config.reward.type, config.reward.task is not None
     if generated and config.data is not None:
-        raise InvalidInput(f"{kind} generates its own prompts", field="--data", hint="omit it")
+        raise InvalidInput(
+            f"{kind} generates its own prompts", field="--data", hint="remove the option"
+        )
     if not generated and config.data is None:
         hint = "give a .jsonl or .parquet file, or a hub data set"
         raise InvalidInput(f"{kind} needs prompts", field="--data", hint=hint)

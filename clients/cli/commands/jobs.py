@@ -289,7 +289,7 @@ def max_steps_of(sets: list[str]) -> int | None:
             raise InvalidInput(
                 "a resumed job can only change max_steps",
                 field=f"--set {'.'.join(path)}",
-                hint="submit a new job for anything else",
+                hint="submit a new job to change other keys",
             )
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             message = f"must be a whole number of at least 1 (got {value!r})"

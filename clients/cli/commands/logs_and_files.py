@@ -49,7 +49,9 @@ def logs(
                     sys.stdout.buffer.flush()
     except KeyboardInterrupt:
         if follow:
-            settings.output.say(f"the job continues; to follow it again: distill logs -f {job}")
+            settings.output.say(
+                f"the job continues; to follow the log again: distill logs -f {job}"
+            )
         return ExitCode.INTERRUPTED
     return ExitCode.OK
 

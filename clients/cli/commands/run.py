@@ -51,7 +51,7 @@ def run(
     if bool(job) == bool(resume):
         raise InvalidInput("give either a job file or --resume DIR", hint="see distill run --help")
     if directory is not None and resume:
-        raise InvalidInput("is for a job file", field="--dir", hint="leave out --dir or --resume")
+        raise InvalidInput("needs a job file", field="--dir", hint="remove --dir or --resume")
     if directory == "":
         raise InvalidInput("is empty", field="--dir", hint="name the run directory")
     job_overrides = overrides(sets, name)
@@ -79,10 +79,10 @@ def _resume_or_finish(path: Path, job: AnyJob, output: Output) -> ExitCode:
     if differs := first_difference(made_with.model_dump(), job.model_dump()):
         key, previous_value, new_value = differs
         raise InvalidInput(
-            f"{path} was made with another {key}: {previous_value!r}, not {new_value!r}",
+            f"{path} was created with {key} = {previous_value!r}, not {new_value!r}",
             field="--dir",
-            hint="give the same job file and --set, or name another directory;"
-            f" distill run --resume {path} continues it as it is",
+            hint=f"give the same job file and --set, or another directory; distill run --resume"
+            f" {path} continues the old run",
         )
     status = RunDirectory(path).read_status()
     if status is not None and status.verdict == "succeeded":
@@ -149,9 +149,9 @@ def _create_run(job: str, job_overrides: list[str], runs: Path, directory: str) 
     file = load_job(job, job_overrides)
     if file.config.after or outputs_in(file.config):
         raise InvalidInput(
-            "only a server starts a job after others",
+            "only a server can start a job after other jobs",
             field="after" if file.config.after else outputs_in(file.config)[0].key,
-            hint="use distill submit, or name the files that the other job wrote",
+            hint="use distill submit, or give the paths of the other job's files",
         )
     config = _make_paths_absolute(file)
     check_packages(config)
@@ -182,9 +182,9 @@ def _create_atomically(path: Path, parts: tuple[AnyJob, str, str]) -> RunDirecto
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise InvalidInput(
-            f"cannot make the run directory {path}: {(error.strerror or str(error)).lower()}",
+            f"cannot create the run directory {path}: {(error.strerror or str(error)).lower()}",
             field="--dir",
-            hint="name a directory that does not exist, or that a run has made",
+            hint="give a new directory, or the directory of an earlier run",
         ) from error
     return RunDirectory(path)
 
@@ -229,13 +229,14 @@ def _reopen_run(path: Path, max_steps: int | None) -> tuple[RunDirectory, int]:
         if status and status.verdict == "succeeded" and (max_steps or 0) <= status.step:
             raise WrongState(
                 f"the run {path} is finished: {status.step} of {status.max_steps} steps",
-                hint="give --set max_steps=N with a larger N to continue it",
+                hint="give --set max_steps=N with a larger N to continue the run",
             )
         if max_steps and config.trained_student is None:
             raise InvalidInput(
-                f"a job of method {config.method.type} has no max_steps: it ends with its data",
+                f"a job of method {config.method.type} has no max_steps: the job ends with its"
+                f" data",
                 field="max_steps",
-                hint="resume it without --set",
+                hint="resume the job without --set",
             )
         if max_steps:
             config = config.model_copy(update={"max_steps": max_steps})

@@ -125,7 +125,9 @@ def _print_planned_uploads(output: Output, configs: Sequence[AnyJob]) -> bool:
         count = len(local_file.files)
         output.say(f"{local_file.key}: {local_file.place}, {count} files, {size}, would be sent")
     if files:
-        output.say("checked the job file only: the server checks a job when it has the files")
+        output.say(
+            "checked the job file only: the server checks the job after it has received the files"
+        )
     return bool(files)
 
 
@@ -176,7 +178,7 @@ def watch_job(
                 progress.add(event)
                 view.show(event)
     except KeyboardInterrupt:
-        output.say(f"job {job_id} continues; to watch it again: distill watch {job_id}")
+        output.say(f"job {job_id} continues; to watch the job again: distill watch {job_id}")
         return ExitCode.INTERRUPTED
     return conclude(output, progress)
 

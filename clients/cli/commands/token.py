@@ -46,10 +46,12 @@ def token(
     terms = {key: value for key, value in options.items() if value is not None}
     words = [f"{key}={value}" for key, value in terms.items()]
     if terms and not owner:
-        raise InvalidInput("missing", field="--owner", hint="a quota is that of an owner")
+        raise InvalidInput("missing", field="--owner", hint="a quota needs an owner")
     try:
         read_terms(words, "the line")
     except InvalidInput as error:  # only the name can be invalid
-        raise InvalidInput(f"{owner!r} is no name", field="--owner", hint=error.hint) from error
+        raise InvalidInput(
+            f"{owner!r} is not a valid name", field="--owner", hint=error.hint
+        ) from error
     line = " ".join([role.value, secret, *words])
     settings_of(context).output.result({"role": role.value, "token": secret, **terms}, line)

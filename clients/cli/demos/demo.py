@@ -107,7 +107,7 @@ def clear(directory: Path, output: Output) -> None:
     if directory.exists() and any(directory.iterdir()):
         if not (directory / MARKER).exists():
             raise InvalidInput(
-                f"{directory} has files that no demo made",
+                f"{directory} has files of another program",
                 field="--runs",
                 hint="choose an empty or a new directory",
             )

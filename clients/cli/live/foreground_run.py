@@ -207,8 +207,8 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 def _final_reason(returncode: int, killed: bool) -> tuple[str, JobState]:
     if killed:
-        return "killed; it can resume from its last checkpoint", JobState.CANCELLED
+        return "killed; the job can resume from its last checkpoint", JobState.CANCELLED
     if returncode == ExitCode.WRONG_STATE:
-        return "another program is running in the run directory; stop it", JobState.FAILED
+        return "another program is running in the run directory; stop that program", JobState.FAILED
     ending = f"by signal {-returncode}" if returncode < 0 else f"with exit code {returncode}"
-    return f"the trainer ended {ending} without a verdict; read its log", JobState.FAILED
+    return f"the trainer ended {ending} without a final status; read its log", JobState.FAILED

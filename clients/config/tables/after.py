@@ -82,7 +82,7 @@ def check_outputs(job: BaseModel) -> None:
     for key, value in _output_values(job):
         kind = _kind_of(job, key)
         if not kind:
-            problem = f"reads no output of a job, and {value!r} is one; name a file"
+            problem = f"cannot be the output of a job ({value!r}); give a file"
             raise refusal(job, key, problem)
         match = _OUTPUT.fullmatch(value)
         if not match or match[2] != kind:

@@ -72,8 +72,8 @@ def check_tail(tail: str | None, divergence: str | None) -> str | None:
     """Return `tail`. Raises ValueError if `tail` is incompatible with `divergence`."""
     if tail == "bucket+draws" and divergence == "forward_kl":
         raise ValueError(
-            "'bucket+draws' needs reverse_kl: with forward KL the teacher chooses the head; choose "
-            "reverse_kl, or leave tail out"
+            "'bucket+draws' needs reverse_kl: with forward KL the teacher chooses the head;"
+            " choose reverse_kl, or remove tail"
         )
     return tail
 
@@ -219,11 +219,13 @@ class TrainConfig(Table):
         if processes % tensor_parallel:
             raise ValueError(f"must divide train.processes, which is {processes}")
         if tensor_parallel > 1 and info.data.get("sharding", "fsdp2") != "fsdp2":
-            raise ValueError("needs sharding = 'fsdp2', which shards what a process has left")
+            raise ValueError(
+                "needs sharding = 'fsdp2', which shards the remaining layers of a process"
+            )
         if tensor_parallel > 1 and info.data.get("optimizer") == "adamw_8bit":
-            raise ValueError("cannot divide moments in 8 bits; leave it or optimizer out")
+            raise ValueError("cannot divide 8-bit optimizer moments; remove this key or optimizer")
         if tensor_parallel > 1 and info.data.get("cpu_offload"):
-            raise ValueError("cannot be combined with cpu_offload; leave one of them out")
+            raise ValueError("cannot be combined with cpu_offload; remove one of the two keys")
         return tensor_parallel
 
     @field_validator("context_parallel")
@@ -235,7 +237,7 @@ class TrainConfig(Table):
         if context_parallel > 1 and info.data.get("sharding", "fsdp2") != "fsdp2":
             raise ValueError("needs sharding = 'fsdp2', which shards the weights")
         if context_parallel > 1 and info.data.get("tensor_parallel", 1) > 1:
-            raise ValueError("cannot be combined with tensor_parallel; leave one of them out")
+            raise ValueError("cannot be combined with tensor_parallel; remove one of the two keys")
         return context_parallel
 
 

@@ -65,7 +65,7 @@ def columns_of(key: str, context: str | None) -> Columns:
 def checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a chat template. Raises ValueError for one that the program sets."""
     for name in sorted(arguments.keys() & _RENDERING):
-        raise ValueError(f"{name!r} is set by the program; leave it out")
+        raise ValueError(f"{name!r} is set by the program; remove the key")
     return arguments
 
 
@@ -217,11 +217,11 @@ def prompt_rules(data: PromptKeys | None) -> list[Rule]:
         (
             data is None or data.chat_template,
             "data.messages_column data.system data.template_arguments data.image_column",
-            "data.chat_template = false switches the chat template off; leave one of them out",
+            "data.chat_template = false switches the chat template off; remove one of the two keys",
         ),
         (
             not has_conversations,
             "data.prompt_column data.template",
-            "the prompts are the conversations of data.messages_column; leave one of them out",
+            "the prompts are the conversations of data.messages_column; remove one of the two keys",
         ),
     ]

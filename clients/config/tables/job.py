@@ -48,7 +48,9 @@ def _parse_labels(value: Any) -> dict[str, str]:
         raise ValueError(f"must have at most {_MAX_LABELS} labels")
     for name, text in value.items():
         if not re.fullmatch(_NAME, name):
-            raise ValueError(f"{name!r} is no name of a label: up to 63 of A-Z a-z 0-9 . _ / -")
+            raise ValueError(
+                f"{name!r} is not a valid label name: use up to 63 of A-Z a-z 0-9 . _ / -"
+            )
         if not isinstance(text, str) or not 0 < len(text) <= _MAX_CHARS:
             raise ValueError(
                 f"label {name!r} must be a text of 1 to {_MAX_CHARS} characters, in quotes"
@@ -249,13 +251,15 @@ class TrainingJob(JobConfig):
     @model_validator(mode="after")
     def _divides_plain_layers(self) -> Self:
         if self.train.tensor_parallel > 1 and self.student.lora is not None:
-            remedy = "cannot divide adapters; leave it out, or remove the table student.lora"
+            remedy = "cannot divide adapters; remove the key or the table student.lora"
             raise refusal(self, "train.tensor_parallel", remedy)
         if self.train.tensor_parallel > 1 and self.student.compile:
-            remedy = "cannot divide compiled layers; leave it or student.compile out"
+            remedy = "cannot divide compiled layers; remove this key or student.compile"
             raise refusal(self, "train.tensor_parallel", remedy)
         if self.train.context_parallel > 1 and self.student.compile:
-            remedy = "cannot divide the tokens of compiled layers; leave it or student.compile out"
+            remedy = (
+                "cannot divide the tokens of compiled layers; remove this key or student.compile"
+            )
             raise refusal(self, "train.context_parallel", remedy)
         return self
 
@@ -275,7 +279,7 @@ class TrainingJob(JobConfig):
         ]
         for is_compatible, key in rules:
             if not is_compatible:
-                problem = "does not work with data.image_column; leave one of them out"
+                problem = "does not work with data.image_column; remove one of the two keys"
                 raise refusal(self, key, problem)
 
     @property

@@ -86,7 +86,7 @@ class RewardConfig(Table):
     @classmethod
     def _is_of_a_task(cls, value: Any, info: ValidationInfo) -> Any:
         if info.data.get("type") in NAMED and value not in ({}, "{prompt}"):
-            raise ValueError(f"is only for reward.type = '{GENERATED}TASK'; leave it out")
+            raise ValueError(f"is only for reward.type = '{GENERATED}TASK'; remove the key")
         return value
 
     @property

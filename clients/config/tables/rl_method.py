@@ -108,7 +108,7 @@ class RLConfig(Table):
         if info.data.get("kl_in") == "reward" and tail not in (None, *BASELINES):
             raise ValueError(
                 "is not used with kl_in = 'reward', whose baseline is 'bucket+draws' (default) or "
-                "'bucket'; leave it out"
+                "'bucket'; remove the key"
             )
         return tail
 
@@ -116,7 +116,7 @@ class RLConfig(Table):
     @classmethod
     def _is_of_the_loss(cls, value: object, info: ValidationInfo) -> object:
         if value is not None and info.data.get("kl_in") == "reward":
-            raise ValueError("is not used with kl_in = 'reward'; leave it out")
+            raise ValueError("is not used with kl_in = 'reward'; remove the key")
         return value
 
     @field_validator("rollouts_per_prompt")
@@ -130,7 +130,9 @@ class RLConfig(Table):
     @classmethod
     def _can_be_a_reward(cls, divergence: str, info: ValidationInfo) -> str:
         if divergence == "forward_kl" and info.data.get("kl_in") == "reward":
-            raise ValueError("kl_in = 'reward' needs reverse_kl; choose it, or kl_in = 'loss'")
+            raise ValueError(
+                "kl_in = 'reward' needs reverse_kl; set divergence = 'reverse_kl' or kl_in = 'loss'"
+            )
         return divergence
 
     @field_validator("importance_clip", "importance_mask")
@@ -143,7 +145,7 @@ class RLConfig(Table):
         if bounds[0] > bounds[1]:
             raise ValueError("must be [MIN, MAX] with MIN <= MAX")
         if info.field_name == "importance_mask" and info.data.get("importance_clip") is not None:
-            raise ValueError("is not used with importance_clip; leave one of them out")
+            raise ValueError("is not used with importance_clip; remove one of the two keys")
         return bounds
 
     @property

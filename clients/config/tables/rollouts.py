@@ -38,7 +38,9 @@ class RolloutsConfig(Table):
     @classmethod
     def _fits_engine(cls, in_flight: str, info: ValidationInfo) -> str:
         if in_flight != "drain" and info.data.get("engine") == "hf":
-            raise ValueError("needs rollouts.engine = 'vllm'; choose it, or leave in_flight out")
+            raise ValueError(
+                "needs rollouts.engine = 'vllm'; set rollouts.engine, or remove in_flight"
+            )
         return in_flight
 
     @field_validator("tensor_parallel_size")
@@ -46,17 +48,16 @@ class RolloutsConfig(Table):
     def _divides_gpus(cls, size: int, info: ValidationInfo) -> int:
         gpus = info.data.get("gpus", 0)
         if size > 1 and (not gpus or gpus % size):
-            raise ValueError(f"rollouts.gpus = {gpus} is no multiple of it; raise rollouts.gpus")
+            raise ValueError(
+                f"rollouts.gpus = {gpus} is not a multiple of this value; raise rollouts.gpus"
+            )
         return size
 
     @field_validator("push", mode="before")
     @classmethod
     def _is_file(cls, push: Any) -> Any:
         if push in ("broadcast", "ipc"):
-            raise ValueError(
-                "a process group is not supported until it can be tried on GPUs, and weights go to"
-                " engines as files; leave rollouts.push out"
-            )
+            raise ValueError("only 'file' is supported; remove rollouts.push")
         return push
 
     @property
@@ -90,9 +91,10 @@ def rollout_rules(rollouts: RolloutsConfig) -> list[Rule]:
     """Return the rules of the keys that the job does not use."""
     starts_engine = rollouts.replicas > 0
     starts_vllm = starts_engine and rollouts.engine == "vllm"
-    service_hint = "the service at rollouts.address has its own; leave it out"
+    service_hint = "the service at rollouts.address has its own value; remove the key"
     no_engine_hint = (
-        "the trainer itself samples; leave it out, or set rollouts.engine or rollouts.lag"
+        "the trainer samples without an engine; remove the key, or set rollouts.engine or"
+        " rollouts.lag"
     )
     hint = service_hint if rollouts.address is not None else no_engine_hint
     return [
@@ -100,13 +102,13 @@ def rollout_rules(rollouts: RolloutsConfig) -> list[Rule]:
         (
             starts_vllm,
             "rollouts.tensor_parallel_size rollouts.gpu_memory_share",
-            "only a vllm engine that the trainer starts reads it; leave it out",
+            "only a vllm engine started by the trainer uses this key; remove the key",
         ),
         (not rollouts.in_trainer, "rollouts.patience_seconds", no_engine_hint),
         (
             rollouts.lag > 0,
             "rollouts.in_flight",
-            "with rollouts.lag = 0 no answer is unfinished when the weights change; leave it out",
+            "with rollouts.lag = 0 no answer is unfinished when the weights change; remove the key",
         ),
     ]
 

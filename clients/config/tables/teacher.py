@@ -43,23 +43,26 @@ class TeacherLink(Table):
     @classmethod
     def _is_the_engines(cls, device: str, info: ValidationInfo) -> str:
         if device != "auto" and info.data.get("engine") == "vllm":
-            raise ValueError("vllm takes the GPUs that it is given; leave it out")
+            raise ValueError("vllm uses the visible GPUs; remove the key")
         return device
 
     @field_validator("batch_invariant")
     @classmethod
     def _is_of_hf(cls, batch_invariant: bool, info: ValidationInfo) -> bool:
         if batch_invariant and info.data.get("engine") != "hf":
-            raise ValueError("needs teacher.engine = 'hf'; choose it, or leave it out")
+            raise ValueError("needs teacher.engine = 'hf'; set teacher.engine, or remove the key")
         return batch_invariant
 
     @field_validator("gpus")
     @classmethod
     def _can_be_used(cls, gpus: int | None, info: ValidationInfo) -> int | None:
         if gpus and info.data.get("device") == "cpu":
-            raise ValueError("device = 'cpu' uses none; leave one of them out")
+            raise ValueError("device = 'cpu' uses no GPU; remove one of the two keys")
         if gpus and gpus > 1 and info.data.get("engine") != "vllm":
-            raise ValueError("several need teacher.engine = 'vllm'; choose it, or leave it out")
+            raise ValueError(
+                "more than one GPU needs teacher.engine = 'vllm'; set teacher.engine, or remove"
+                " the key"
+            )
         return gpus
 
     @property
@@ -75,16 +78,22 @@ def started_rules(teacher: TeacherLink | None) -> list[Rule]:
     is_started = teacher is not None and teacher.model is not None
     options = "engine dtype device max_batch_tokens batch_invariant gpus"
     return [
-        (not is_started, "teacher.address", "teacher.model is started; leave one of them out"),
+        (
+            not is_started,
+            "teacher.address",
+            "the server starts teacher.model; remove one of the two keys",
+        ),
         (
             not is_started,
             "teacher.adapter",
-            "a teacher that is started has none; set the teacher.address of one that has it",
+            "a teacher started for the job has no adapters; set teacher.address to a teacher"
+            " with this adapter",
         ),
         (
             is_started,
             " ".join(f"teacher.{option}" for option in options.split()),
-            "the service at teacher.address has its own; leave it out, or set teacher.model",
+            "the teacher at teacher.address has its own value; remove the key, or set"
+            " teacher.model",
         ),
     ]
 
@@ -136,12 +145,12 @@ def other_tokens_rules(teacher: OtherTokens, *, chat_template: bool) -> list[Rul
         (
             teacher.tokenizer != "same",
             "teacher.roles",
-            "it is for a teacher with another tokenizer; set teacher.tokenizer",
+            "only a teacher with another tokenizer uses this key; set teacher.tokenizer",
         ),
         (
             chat_template,
             "teacher.template_arguments",
-            "data.chat_template = false switches the chat template off; leave one out",
+            "data.chat_template = false switches the chat template off; remove one of the two keys",
         ),
     ]
 

@@ -94,13 +94,14 @@ def refuse_adapter(path: Path, field: str) -> None:
         raise InvalidInput(
             f"{path} has an adapter beside its weights",
             field=field,
-            hint="merge it into the weights, or remove adapter_config.json",
+            hint="merge the adapter into the weights, or remove adapter_config.json",
         )
     base = read_object(path / ADAPTER_CONFIG, field).get("base_model_name_or_path")
     raise InvalidInput(
         f"{path} is an adapter of {base or 'another model'}, not a model",
         field=field,
-        hint="merge it into its base model (merge_and_unload of peft) and give that directory",
+        hint="merge the adapter into its base model (merge_and_unload of peft), and give the"
+        " merged model",
     )
 
 
@@ -131,7 +132,7 @@ def refuse_quantisation(model: str, entry: Any, field: str) -> None:
     """
     method = entry.get("quant_method", "unknown method") if isinstance(entry, dict) else entry
     raise InvalidInput(
-        f"the weights of {model} are quantised ({method}), and quantised weights are not trained",
+        f"the weights of {model} are quantised ({method}), and quantised weights cannot be trained",
         field=field,
         hint="give the model in bfloat16 or float32",
     )
@@ -205,7 +206,7 @@ def check_loaded_weights(
                 *(model, len(unused), min(unused)),
             )
         return
-    name, hint = min(missing), "save the whole model again, with the config.json it belongs to"
+    name, hint = min(missing), "save the whole model again, with its config.json"
     for other in sorted(unused):
         if unwrapped := _unwrapped_name(other, missing):
             name = unwrapped

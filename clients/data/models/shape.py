@@ -121,7 +121,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InvalidInput(
-            f"config.json lacks a size, or a size is no positive number: {error}",
+            f"config.json lacks a size, or a size is not a positive number: {error}",
             field=FIELD,
             hint="restore the file",
         ) from error
@@ -164,7 +164,8 @@ def config_file(model: str, revision: str | None = None) -> Path:
         from huggingface_hub import hf_hub_download
     except ImportError as error:
         raise InvalidInput(
-            f"{model!r} is no directory, and huggingface_hub is not installed to ask the hub",
+            f"{model!r} is not a directory, and huggingface_hub, which loads from the hub, is"
+            f" not installed",
             field=FIELD,
             hint="give a Hugging Face directory, or install the extra `train`",
         ) from error

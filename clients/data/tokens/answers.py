@@ -59,7 +59,7 @@ def answered_ids(
     rendered = prompt_format.rendered(tokenizer, marked, location, add_answer_start=False)
     if not rendered.startswith(prompt):
         raise InvalidInput(
-            f"the chat template changes the prompt of {location} once its answer is added",
+            f"the chat template changes the prompt of {location} when the answer is added",
             field="data.messages_column",
             hint="put prompt and answer into two columns",
         )
@@ -119,7 +119,8 @@ def _unmark_messages(
     if len(edges) != 2 * len(answers):
         raise InvalidInput(
             f"the chat template marks {len(edges) // 2} parts of {location}, which has"
-            f" {len(answers)} assistant messages, so weight = 0 and train = false apply to none",
+            f" {len(answers)} assistant messages, so weight = 0 and train = false cannot be"
+            f" applied",
             field="data.messages_column",
             hint="put one {% generation %} around each assistant message in the template, or remove"
             " the keys",

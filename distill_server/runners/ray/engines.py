@@ -164,7 +164,7 @@ class Engines:
             self._replace(engine)
             return
         if code is not None:
-            self._replace_or_give_up(engine, f"it ended with exit code {code}")
+            self._replace_or_give_up(engine, f"the service ended with exit code {code}")
         elif not engine.entry.address and _READY in self._read_log(engine):
             engine.was_ready = True
             host = self._listen_host(engine.place)
@@ -175,7 +175,7 @@ class Engines:
         try:
             return engine.actor.place()
         except LostActor as error:
-            self._replace_or_give_up(engine, f"it cannot be placed: {error}")
+            self._replace_or_give_up(engine, f"the service cannot be placed: {error}")
             return None
 
     def _start_process(self, engine: _Engine, place: ActorPlace) -> None:
@@ -219,7 +219,7 @@ class Engines:
             engine.entry = Placed(problem=problem[:_SHOWN_CHARS])
             engine.actor.close()
         else:
-            self._log_note(engine, f"{reason}; it is started again")
+            self._log_note(engine, f"{reason}; the driver starts the service again")
             self._replace(engine)
 
     def _replace(self, engine: _Engine) -> None:

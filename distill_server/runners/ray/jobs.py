@@ -114,7 +114,7 @@ class RayJobs:
         except OSError as error:  # the errors of `requests` are OSErrors, too
             raise Unavailable(
                 "the Ray cluster cannot be reached",
-                hint="check that it runs and that --ray has its address",
+                hint="check that the cluster runs and that --ray has its address",
             ) from error
         except Exception as error:
             raise WrongState(

@@ -50,8 +50,8 @@ class RayCluster(Cluster[RayJobState]):
         """Warn if the cluster is open to other machines."""
         if self._calls.is_open():
             log.warning(
-                "the Ray cluster requires no token: everyone who can reach it can run programs on"
-                " it; start it with RAY_AUTH_MODE=token, or keep it behind a firewall"
+                "the Ray cluster requires no token: everyone who can reach the cluster can run"
+                " programs; start Ray with RAY_AUTH_MODE=token, or use a firewall"
             )
 
 

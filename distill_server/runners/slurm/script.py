@@ -36,7 +36,7 @@ def check_options(options: Sequence[str]) -> tuple[str, ...]:
             raise InvalidInput(
                 f"{option!r} is not an option of sbatch",
                 field="--slurm-option",
-                hint="give its long name without dashes, for example partition=gpu",
+                hint="give the long name of the option without dashes, for example partition=gpu",
             )
         # sbatch also accepts the beginning of an option's name.
         conflicts = [
@@ -48,7 +48,7 @@ def check_options(options: Sequence[str]) -> tuple[str, ...]:
             raise InvalidInput(
                 f"the server sets {conflicts[0]} itself for each job",
                 field="--slurm-option",
-                hint="leave it out",
+                hint="remove the option",
             )
     return tuple(options)
 

@@ -65,7 +65,7 @@ def _check_shapes(
     for name, shape in sorted(received_shapes.items()):
         if name not in shapes:
             raise Corrupt(
-                f"{directory} has {name}, which the model of the rollout service has not",
+                f"{directory} has {name}, which the model of the rollout service does not have",
                 hint=_OTHER_MODEL,
             )
         if shape != shapes[name]:

@@ -382,7 +382,7 @@ def _load_skeleton(student: StudentConfig) -> Any:
 
 
 def _stopping_error() -> Unavailable:
-    return Unavailable("the rollout service is stopping", hint="start it again")
+    return Unavailable("the rollout service is stopping", hint="start the service again")
 
 
 def _unusable_error(fault: str) -> WrongState:

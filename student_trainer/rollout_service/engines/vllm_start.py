@@ -95,7 +95,7 @@ def _lora_options(adapters: Adapters) -> dict[str, Any]:
         raise InvalidInput(
             f"vLLM has adapters of at most rank {_LORA_RANKS[-1]}, not {adapters.rank}",
             field="--lora-rank",
-            hint="leave it out: adapters are then merged before the weights are sent",
+            hint="remove the option: adapters are then merged before the weights are sent",
         )
     return {
         "enable_lora": True,

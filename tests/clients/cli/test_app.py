@@ -65,7 +65,7 @@ def test_errors_as_json(capsys: Capture) -> None:
             "code": "INVALID_ARGUMENT",
             "message": "a resumed job can only change max_steps",
             "field": "--set seed",
-            "hint": "submit a new job for anything else",
+            "hint": "submit a new job to change other keys",
         }
     }
 

@@ -83,7 +83,7 @@ def test_a_directory_of_something_else_is_never_replaced(
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").touch()
     assert main(["demo", "--runs", "thesis"]) == ExitCode.USAGE
-    assert "has files that no demo made" in capsys.readouterr().err
+    assert "has files of another program" in capsys.readouterr().err
     assert (tmp_path / "thesis" / "chapter.tex").exists()
 
 

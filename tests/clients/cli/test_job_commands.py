@@ -258,7 +258,7 @@ def test_ctrl_c_detaches(
     assert main(["submit", "-f", job_file()]) == ExitCode.INTERRUPTED
     last_line = capsys.readouterr().err.splitlines()[-1]
     job_id = "on-policy-x-7f3a"
-    assert last_line == f"job {job_id} continues; to watch it again: distill watch {job_id}"
+    assert last_line == f"job {job_id} continues; to watch the job again: distill watch {job_id}"
     assert [call[0] for call in client.calls] == ["submit"]
 
 
@@ -318,7 +318,7 @@ def test_ctrl_c_in_logs(
     assert main(["logs", "x", "-f"]) == ExitCode.INTERRUPTED
     captured = capsys.readouterr()
     assert captured.out == "one\n"
-    assert captured.err == "the job continues; to follow it again: distill logs -f x\n"
+    assert captured.err == "the job continues; to follow the log again: distill logs -f x\n"
 
 
 def test_job_ids_are_completed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,9 @@ def test_names_in_any_script_make_readable_ids() -> None:
     assert len(set(itertools.islice(run_ids("rl", "\ud800"), 3))) == 3
 
 
-@pytest.mark.parametrize(("keep", "remedy"), [(2, "free disk space: "), (3, "lower it, or free")])
+@pytest.mark.parametrize(
+    ("keep", "remedy"), [(2, "free disk space: "), (3, "lower the value, or free")]
+)
 def test_a_minimum_is_not_lowered(
     keep: int, remedy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

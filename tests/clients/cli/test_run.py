@@ -129,12 +129,12 @@ def test_an_attempt_that_died_with_another_process_says_so(
     capsys: Capture, job_file: Callable[..., str], trainer: Script
 ) -> None:
     trainer("""
-        tell("running", "training", 1, reason="another process of the trainer is lost: Read error")
+        tell("running", "training", 1, reason="another process of the trainer has died: Read error")
         sys.exit(1)
     """)
     assert main(["run", job_file()]) == ExitCode.JOB_FAILED
     output = capsys.readouterr().out
-    assert "another process of the trainer is lost: Read error" in output
+    assert "another process of the trainer has died: Read error" in output
     assert "without a verdict" not in output
 
 
@@ -184,7 +184,7 @@ def test_a_directory_of_another_job_is_not_resumed(
     assert main(command) == ExitCode.JOB_CANCELLED
     capsys.readouterr()
     assert main(["run", job, "--dir", "mine", "--set", "max_steps=3"]) == ExitCode.USAGE
-    assert "--dir: mine was made with another max_steps: 2, not 3" in capsys.readouterr().err
+    assert "--dir: mine was created with max_steps = 2, not 3" in capsys.readouterr().err
     assert main(["run", "none.toml", "--dir", "mine"]) == ExitCode.USAGE
     assert "none.toml" in capsys.readouterr().err
     assert main(["run", job, "--dir", ""]) == ExitCode.USAGE
@@ -210,7 +210,8 @@ def test_a_directory_of_something_else_is_left_alone(
     paths_before = sorted(Path().iterdir())
     assert main(["run", job, "--dir", "mine"]) == ExitCode.USAGE
     assert (
-        "--dir: cannot make the run directory mine: directory not empty" in capsys.readouterr().err
+        "--dir: cannot create the run directory mine: directory not"
+        " empty" in capsys.readouterr().err
     )
     assert sorted(Path().iterdir()) == paths_before
     assert main(["run", "--resume", "mine", "--dir", "mine"]) == ExitCode.USAGE
@@ -230,8 +231,8 @@ def test_resume_leaves_a_trainer_at_work_alone(
         files_before = read_files(run)
         resumed = main(["run", "--resume", str(run.path), "--set", "max_steps=9"])
     assert resumed == ExitCode.WRONG_STATE
-    message = f"error: another program is running in {run.path}; wait for it, or stop it\n"
-    assert capsys.readouterr().err == message
+    problem = f"another program is running in {run.path}"
+    assert capsys.readouterr().err == f"error: {problem}; wait for that program, or stop it\n"
     assert read_files(run) == files_before
     assert not run.logs(2).exists()
 

@@ -118,7 +118,11 @@ def test_addresses_are_refused(value: object) -> None:
 
 @pytest.mark.parametrize("name", ["none.png", "x" * 5000])
 def test_what_is_no_file(name: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"row 1 names the image .*, which is no file") as caught:
+    with pytest.raises(
+        InvalidInput,
+        match=r"row 1 names the image .*, which is not a"
+        " file",
+    ) as caught:
         image_file(tmp_path, name, "row 1")
     assert caught.value.field == "data.image_column"
     assert len(str(caught.value)) < 500

@@ -87,12 +87,12 @@ def test_a_task_brings_its_own_prompts(tmp_path: Path) -> None:
         ("anchor.tau=1.5", "anchor.tau", "less than or equal to 1"),
         ("anchor.period=3", "anchor.period", "did you mean 'update_period'?"),
         ("reward.type=taste", "reward.type", "must be one of exact_match"),
-        ("reward.type=reasoning_gym:x", "data", "leave it out"),
+        ("reward.type=reasoning_gym:x", "data", "remove the key"),
         ("anchor={tau = 0.0, update_period = 1}", "anchor", "the anchor equals the student"),
         (
             "environment={retriever = 'c.jsonl', max_passage_tokens = 1024}",
             "environment",
-            "lower the first or raise the second",
+            "lower the first value or raise the second",
         ),
         ("teacher.top_k=3", "teacher.top_k", "only a job with method.type = 'on_policy'"),
     ],
@@ -144,7 +144,7 @@ def test_refusals(tmp_path: Path, override: str, key: str, message: str) -> None
         (
             JOB + 'method.beta = 0\nanchor.context = "{answer}"\n',
             "anchor",
-            "keeps no anchor",
+            "needs an anchor",
         ),
         (
             JOB + 'method.divergence = "forward_kl"\nmethod.tail = "bucket+draws"\n',
@@ -154,13 +154,13 @@ def test_refusals(tmp_path: Path, override: str, key: str, message: str) -> None
         (
             JOB + "method.importance_clip = [0.5, 2.0]\nmethod.importance_mask = [0.5, 5.0]\n",
             "method.importance_mask",
-            "leave one of them out",
+            "remove one of the two keys",
         ),
         (
             JOB.replace('reward.type = "exact_match"', 'teacher.address = "localhost:1"')
             + "method.importance_clip = [0.5, 2.0]\n",
             "method.importance_clip",
-            "'bucket+draws' reads no sampled token",
+            "'bucket+draws' uses no sampled token",
         ),
         (
             JOB + 'method.kl_in = "reward"\nmethod.tail = "none"\n',

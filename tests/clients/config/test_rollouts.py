@@ -52,9 +52,9 @@ def test_engines_have_gpus_of_their_own() -> None:
         ({"engine": "vllm", "gpus": 3, "tensor_parallel_size": 2}, "rollouts.gpus = 3"),
         (
             {"lag": 1, "push": "broadcast"},
-            "weights go to engines as files; leave rollouts.push out",
+            "only 'file' is supported; remove rollouts.push",
         ),
-        ({"engine": "vllm", "push": "ipc"}, "leave rollouts.push out"),
+        ({"engine": "vllm", "push": "ipc"}, "remove rollouts.push"),
         ({"lag": 1, "push": "nccl"}, "Input should be 'file'"),
         ({"engine": "vllm", "tensor_parallel_size": 2}, "raise rollouts.gpus"),
     ],
@@ -66,7 +66,7 @@ def test_refused_alone(table: dict[str, object], sentence: str) -> None:
 
 def test_later_prompts_must_be_known() -> None:
     method = {"type": "rl", "dynamic_sampling": 2}
-    with pytest.raises(ValidationError, match="set lag = 0, or leave dynamic_sampling out"):
+    with pytest.raises(ValidationError, match="set lag = 0, or remove dynamic_sampling"):
         make_rl_job(method=method, rollouts={"lag": 1})
     assert make_rl_job(method=method, rollouts={"engine": "vllm"}).rollouts.lag == 0
 

@@ -60,12 +60,12 @@ def test_toml_and_yaml_are_the_same_jobs(tmp_path: Path) -> None:
         (TOML.replace("model =", "modle ="), [":9: student.modle: unknown key", "student.model"]),
         (TOML.replace('"rows"', "1").replace('"tiny"', "2"), [":2: name: ", ":9: student.model: "]),
         (TOML.replace('"student"', '"rows"'), [":7: name: another job of the file is 'rows'"]),
-        ("seed = 1\n" + TOML, [":1: seed: a file with [[job]] tables has nothing else"]),
+        ("seed = 1\n" + TOML, [":1: seed: a file with [[job]] tables must have no other keys"]),
         ("[job]\nname = 'x'\n", [":1: job: must be [[job]] tables"]),
         ("job = []\n", [":1: job: must be [[job]] tables"]),
         (TOML.replace("@rows/store", "@rows/export"), [":13: data.path: got '@rows/export'"]),
         (TOML.replace("tiny", "@tiny"), [":9: student.model: got '@tiny', expected '@JOB/export'"]),
-        (TOML.replace("x.jsonl", "@x/store"), [":4: data.path: reads no output of a job"]),
+        (TOML.replace("x.jsonl", "@x/store"), [":4: data.path: cannot be the output of a job"]),
         (
             TOML.replace("name = ", "after = [3]\nname = "),
             [":2: after: must be the name or"],
@@ -85,7 +85,7 @@ def test_commands_that_take_one_job(
     path = write_jobs(tmp_path, TOML)
     with pytest.raises(InvalidInput, match=r"has 2 jobs.*distill submit"):
         load_job(path)
-    with pytest.raises(InvalidInput, match="has 2 jobs, and --set, --name"):
+    with pytest.raises(InvalidInput, match="has 2 jobs, but --set, --name"):
         load_jobs(path, ["seed=1"])
     assert main(["config", "check", str(path)]) == 0
     assert main(["config", "show", str(path)]) == 0
@@ -95,7 +95,7 @@ def test_commands_that_take_one_job(
         tmp_path, 'student.model = "tiny"\ndata.path = "x.jsonl"\nafter = "rows"\n', "1.toml"
     )
     assert main(["run", str(single_job_file)]) == 2
-    assert "after: only a server starts a job after others" in capsys.readouterr().err
+    assert "after: only a server can start a job after other jobs" in capsys.readouterr().err
     assert load_job(single_job_file).config.after == ("rows",)
     assert load_job(single_job_file, ["after=a b"]).config.after == ("a b",)
     assert load_job(single_job_file, ['after=["a", "b"]']).config.after == ("a", "b")

@@ -33,7 +33,7 @@ def write_job(tmp_path: Path, *lines: str) -> Path:
         (['teachers.a = "h:1"', 'teacher.model = "m"'], "teacher.model: has no effect"),
         (
             ['teacher.model = "m"', 'teacher.engine = "vllm"', 'teacher.device = "cuda"'],
-            "teacher.device: vllm takes the GPUs that it is given",
+            "teacher.device: vllm uses the visible GPUs",
         ),
         (
             ['teacher.model = "m"', 'teacher.engine = "vllm"', "teacher.batch_invariant = true"],
@@ -42,7 +42,7 @@ def write_job(tmp_path: Path, *lines: str) -> Path:
         (['teacher.model = "m"', "teacher.gpus = 2"], "teacher.gpus: several need"),
         (
             ['teacher.model = "m"', 'teacher.device = "cpu"', "teacher.gpus = 1"],
-            "teacher.gpus: device = 'cpu' uses none",
+            "teacher.gpus: device = 'cpu' uses no GPU",
         ),
         (
             ['method.type = "capture"', 'teacher.model = "m"', "teacher.batch_invariant = true"],

@@ -127,27 +127,27 @@ data.system = ["Be brief.", "{"x" * 61}"]
         ("[sweep]", ":7: sweep: must be a table of keys with lists of values, such as"),
         ("[sweep]\nseed = 3", ":8: sweep.seed: must be a list of values (got 3)"),
         ("[sweep]\nseed = []", ":8: sweep.seed: must be a list of values (got [])"),
-        ("[sweep]\nseed = [1, 2, 1]", ":8: sweep.seed: has 1 twice; leave one out"),
+        ("[sweep]\nseed = [1, 2, 1]", ":8: sweep.seed: has the value 1 twice; remove one"),
         (
             '[sweep]\n"train.warmup_steps" = [1]\ntrain.warmup_steps = [2]',
-            ":8: sweep.train.warmup_steps: is there twice",
+            ":8: sweep.train.warmup_steps: is given twice",
         ),
         (
             '[sweep]\ntrain = [{ learning_rate = 1e-4 }]\n"train.warmup_steps" = [1, 2]',
-            ":9: sweep.train.warmup_steps: train has a list itself",
+            ":9: sweep.train.warmup_steps: train has a list too",
         ),
         (
             '[sweep]\n"train.warmup_steps" = [1, 2]\ntrain = [{ learning_rate = 1e-4 }]',
-            ":9: sweep.train: train has a list itself",
+            ":9: sweep.train: train has a list too",
         ),
-        ("[sweep]\nseed = [1, 1.0]", ":8: sweep.seed: has 1.0 twice; leave one out"),
-        ('[sweep]\nname = ["a", "b"]', ":8: sweep.name: each job gets a name"),
-        ('[sweep]\n"labels.lab" = ["a", "b"]', ":8: sweep.labels.lab: each job gets a name"),
+        ("[sweep]\nseed = [1, 1.0]", ":8: sweep.seed: has the value 1.0 twice; remove one"),
+        ('[sweep]\nname = ["a", "b"]', ":8: sweep.name: the sweep sets the names"),
+        ('[sweep]\n"labels.lab" = ["a", "b"]', ":8: sweep.labels.lab: the sweep sets the names"),
         ("[sweep]\nname.x = [1]", ":8: sweep.name.x: 'name' is not a table"),
-        ('[sweep]\nlabels.team = ["a"]', ":7: sweep: makes the label"),
+        ('[sweep]\nlabels.team = ["a"]', ":7: sweep: the sweep sets the label"),
         (
             f"[sweep]\nseed = {[*range(11)]}\nmax_steps = {[*range(1, 11)]}",
-            ":7: sweep: has 110 combinations; 100 at most are a sweep",
+            ":7: sweep: has 110 combinations; a sweep has at most 100",
         ),
         ("[sweep]\nsede = [1, 2]", ":8: sede: unknown key; did you mean 'seed'?"),
         ('[sweep.student]\nseed = 1\n"lora.rang" = [2]', ":8: sweep.student.seed: must be a list"),
@@ -159,7 +159,7 @@ data.system = ["Be brief.", "{"x" * 61}"]
     ],
 )
 def test_refused_with_line_and_key(tmp_path: Path, sweep: str, problem: str) -> None:
-    if "makes the label" in problem:
+    if "the sweep sets the label" in problem:
         sweep = sweep.replace("labels.team", "seed").replace('"a"', "1")
         sweep += '\n[labels]\nseed = "own"'
     head = HEAD.replace('labels.team = "math"\n', "\n") if "[labels]" in sweep else HEAD
@@ -182,12 +182,12 @@ def test_every_problem_of_every_point_once(tmp_path: Path) -> None:
     [
         (
             ("", ""),
-            ":12: student.model: 'student' is a sweep of 2 jobs; name one of them, such as"
+            ":12: student.model: 'student' is a sweep of 2 jobs; give the name of one job, such as"
             " '@student-seed=1/export'",
         ),
         (
             ("@student/export", 'x"\nafter = "student'),
-            ":13: after: 'student' is a sweep of 2 jobs; name one of them, such as"
+            ":13: after: 'student' is a sweep of 2 jobs; give the name of one job, such as"
             " 'student-seed=1'",
         ),
         (('"score"', '"student"'), ":10: name: another job of the file is 'student'"),
@@ -220,6 +220,7 @@ def test_commands_that_take_one_job(
     monkeypatch.chdir(tmp_path)
     path = write_jobs(tmp_path, HEAD + "[sweep]\nseed = [1, 2]\n")
     assert main(["run", str(path)]) == 2
-    assert "has 2 jobs, and this command takes one; distill submit" in capsys.readouterr().err
-    with pytest.raises(InvalidInput, match=r"sweep\.seed: --set gives it one value"):
+    message = "has 2 jobs, but this command takes one job; use distill submit"
+    assert message in capsys.readouterr().err
+    with pytest.raises(InvalidInput, match=r"sweep\.seed: --set gives this key one value"):
         load_jobs(path, ["seed=3"])

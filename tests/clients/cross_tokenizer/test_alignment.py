@@ -183,5 +183,9 @@ def test_a_text_that_the_teacher_normalizes_is_left_out() -> None:
 def test_a_tokenizer_whose_tokens_have_no_bytes_of_their_own() -> None:
     document = json.loads(trained.byte_level(300).to_str())
     document["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
-    with pytest.raises(InvalidInput, match=r"of the teacher does not tell .* decoder is WordPiece"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"of the teacher does not define .* decoder is"
+        " WordPiece",
+    ):
         ByteTokenizer(document, "teacher", "teacher.tokenizer")

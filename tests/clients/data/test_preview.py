@@ -193,7 +193,7 @@ def test_flags_that_a_template_cannot_apply(words: Any) -> None:
 
 @pytest.mark.parametrize("flag", [{"weight": 0.5}, {"weight": "0"}, {"train": "no"}, {"train": 2}])
 def test_flags_that_mean_nothing(flag: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInput, match="neither 0 nor 1"):
+    with pytest.raises(InvalidInput, match="other than 0 and 1"):
         FORM.conversation({"m": [user("1+1="), assistant("2", **flag)]}, "row 1")
 
 

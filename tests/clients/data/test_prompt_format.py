@@ -115,12 +115,12 @@ def test_a_message_of_tool_calls_needs_no_text() -> None:
         ({"m": [{"role": "user", "content": None}]}, "message 1 of row 1 has no text"),
         ({"m": [{"role": "user", "content": [{"type": "text"}]}]}, "its content is a list"),
         ({"m": [{"role": "user", "tool_calls": [{}]}]}, "message 1 of row 1 has no text"),
-        ({"m": TALK, "tools": "f"}, "the column 'tools' of row 1 is no list of tools"),
-        ({"m": TALK, "tools": [3]}, "the column 'tools' of row 1 is no list of tools"),
-        ({"m": TALK, "tools": 3}, "the column 'tools' of row 1 is no list of tools"),
-        ({"m": TALK, "tools": {}}, "the column 'tools' of row 1 is no list of tools"),
-        ({"m": TALK, "tools": '""'}, "the column 'tools' of row 1 is no list of tools"),
-        ({"m": [*TALK, CALLING | {"tool_calls": 5}]}, "has tool_calls that are no list"),
+        ({"m": TALK, "tools": "f"}, "the column 'tools' of row 1 is not a list of tools"),
+        ({"m": TALK, "tools": [3]}, "the column 'tools' of row 1 is not a list of tools"),
+        ({"m": TALK, "tools": 3}, "the column 'tools' of row 1 is not a list of tools"),
+        ({"m": TALK, "tools": {}}, "the column 'tools' of row 1 is not a list of tools"),
+        ({"m": TALK, "tools": '""'}, "the column 'tools' of row 1 is not a list of tools"),
+        ({"m": [*TALK, CALLING | {"tool_calls": 5}]}, "has tool_calls that are not a list"),
         ({"m": [*TALK, CALLING | {"tool_calls": {"function": 1}}]}, "no list of objects"),
         ({"m": [*TALK, CALLING | {"tool_calls": ["f()"]}]}, "no list of objects"),
     ],
@@ -135,7 +135,7 @@ def test_records_without_a_conversation(record: Any, problem: str) -> None:
 def test_two_system_texts_are_refused() -> None:
     form = PromptFormat(messages_column="m", system="9")
     messages = [{"role": "system", "content": "7"}, *TALK]
-    with pytest.raises(InvalidInput, match="row 1 has a system message of its own") as caught:
+    with pytest.raises(InvalidInput, match="row 1 has its own system message") as caught:
         form.conversation({"m": messages}, "row 1")
     assert caught.value.field == "data.system"
 
@@ -180,7 +180,7 @@ def test_a_template_that_fails_names_the_row_and_the_key() -> None:
             {"template_arguments": {"thinkng": False}},
             PLAIN,
             "data.template_arguments",
-            "reads no argument 'thinkng'",
+            "has no argument 'thinkng'",
         ),
     ],
 )

@@ -40,7 +40,7 @@ def client() -> Iterator[DistillClient]:
 def test_no_job_of_others_is_chosen(client: DistillClient, selection: dict[str, Any]) -> None:
     """Otherwise `distill cancel --mine` would cancel the jobs of all owners."""
     assert jobs_in(client, {JobState.RUNNING})
-    with pytest.raises(WrongState, match="without owners and labels"):
+    with pytest.raises(WrongState, match="has no owners and labels"):
         jobs_in(client, {JobState.RUNNING}, **selection)
-    with pytest.raises(WrongState, match="without owners and labels"):
+    with pytest.raises(WrongState, match="has no owners and labels"):
         client.list(owner="ann")

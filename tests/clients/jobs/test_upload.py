@@ -126,7 +126,7 @@ def test_what_cannot_be_sent_is_told_in_one_sentence(working_directory: Path) ->
         "reward": {"type": "python", "file": "reward.py"},
     }
     assert refusal_of(make_job(**rewarded)).startswith(
-        "reward.file: is not sent: a server runs no code"
+        "reward.file: cannot be uploaded: a server does not run the code"
     )
 
 
@@ -156,8 +156,8 @@ def test_images_by_path_are_refused_and_bytes_are_sent(working_directory: Path) 
     [
         ("trian.jsonl", "did you mean train.jsonl?"),
         ("data/trian", "did you mean data/train?"),
-        ("./nothing", "a path of the server is absolute"),
-        ("~/train.jsonl", "a path of the server is absolute"),
+        ("./nothing", "write an absolute path for a file of the server"),
+        ("~/train.jsonl", "write an absolute path for a file of the server"),
     ],
 )
 def test_a_relative_path_that_is_not_here_is_a_typo(

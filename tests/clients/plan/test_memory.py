@@ -179,9 +179,9 @@ def test_a_published_model_has_its_published_weights() -> None:
         ({"hidden_size": None}, "config.json lacks a size"),
         ({"hidden_size": "wide"}, "config.json lacks a size"),
         ({"num_attention_heads": 0}, "config.json lacks a size"),
-        ({"num_hidden_layers": 0}, "a size is no positive number: num_hidden_layers is 0"),
-        ({"hidden_size": -5}, "a size is no positive number: hidden_size is -5"),
-        ({"vocab_size": float("inf")}, "a size is no positive number"),
+        ({"num_hidden_layers": 0}, "a size is not a positive number: num_hidden_layers is 0"),
+        ({"hidden_size": -5}, "a size is not a positive number: hidden_size is -5"),
+        ({"vocab_size": float("inf")}, "a size is not a positive number"),
     ],
 )
 def test_other_models_are_refused(changes: dict[str, Any], words: str) -> None:

@@ -65,7 +65,10 @@ def test_heads_that_a_group_cannot_share(tmp_path: Path) -> None:
     check_context_parallel(load_grouped_job(tmp_path, 8, num_attention_heads=32))
     with pytest.raises(InvalidInput, match="8 processes cannot share the 28 heads") as caught:
         check_context_parallel(load_grouped_job(tmp_path, 8))
-    assert (caught.value.field, caught.value.hint) == ("train.context_parallel", "lower it to 4")
+    assert (caught.value.field, caught.value.hint) == (
+        "train.context_parallel",
+        "lower the value to 4",
+    )
 
 
 def test_a_process_learns_from_its_part_of_the_tokens(tmp_path: Path) -> None:

@@ -88,14 +88,14 @@ REFUSED = {
     "array": Case(f"data.path: d.jsonl:1 is not JSON: .*; {ONE_OBJECT}", '[\n{"prompt": "x"}\n]'),
     "no object": Case("data.path: d.jsonl:1 is not a JSON object; each line", '"prompt"\n'),
     "csv": Case(
-        "data.path: d.csv is neither a .jsonl nor a .parquet file, .*; convert it: python -c",
+        "data.path: d.csv is neither a .jsonl nor a .parquet file, .*; convert the file: python -c",
         "prompt\nx\n",
         "d.csv",
         {"data": {"path": "d.csv"}},
     ),
     "no csv": Case("data.path: e.csv is neither a .jsonl nor", changes={"data": {"path": "e.csv"}}),
     "zip": Case(
-        "data.path: d.jsonl.gz is neither .*; convert it to one of them",
+        "data.path: d.jsonl.gz is neither .*; convert the file to one of these formats",
         b"\x1f\x8b",
         "d.jsonl.gz",
         {"data": {"path": "d.jsonl.gz"}},
@@ -123,7 +123,7 @@ REFUSED = {
     ),
     "context": Case(
         "teacher.context: d.jsonl has no column 'solution'; the data has the columns prompt,"
-        " answer; name one of them in it",
+        " answer; set the key to one of these columns",
         PROMPTS,
         changes={"teacher": {"address": "x:1", "context": "{answer}, by {solution}"}},
     ),
@@ -188,7 +188,7 @@ REFUSED = {
         TALK,
     ),
     "system twice": Case(
-        "data.system: row 1 of d.jsonl has a system message of its own",
+        "data.system: row 1 of d.jsonl has its own system message",
         '{"m": [{"role": "system", "content": "1"}]}\n',
         changes={"data": {"messages_column": "m", "system": "2"}},
     ),
@@ -369,7 +369,7 @@ def write_student(template: str | None) -> Path:
         (None, {"system": "Be brief."}, "data.system: the tokenizer has no chat template"),
         (None, {"template_arguments": {"a": 1}}, "data.template_arguments: the tokenizer has no"),
         ("{{ enable_thinking }}", {"template_arguments": {"enable_thinkin": False}},
-         "data.template_arguments: the chat template of the tokenizer reads no argument"
+         "data.template_arguments: the chat template of the tokenizer has no argument"
          " 'enable_thinkin'; did you mean 'enable_thinking'"),
     ],
 )  # fmt: skip

@@ -51,7 +51,7 @@ def test_a_long_answer_fits_into_several_messages() -> None:
         (
             {"max_new_tokens": 131_072, "top_k": 96},
             "teacher.top_k: 131072 tokens with 96 head ids and 48 draws each exceed the size",
-            "lower it, or the draws: 96 ids fit in a row",
+            "lower the value or the draws: a row has at most 96 ids",
         ),
         (
             {"divergence": "forward_kl", "tail_draws": 65},
@@ -144,7 +144,7 @@ def test_a_live_teacher_may_be_wider_than_the_store() -> None:
     }
     store = CapturedStore("rows", "data.path", facts, 9)
     check_live_teacher(replace(INFO, takes_vocab_size=True), "teacher", store)
-    with pytest.raises(WrongState, match="cannot leave out those from 151665 on"):
+    with pytest.raises(WrongState, match="cannot exclude the padding ids from 151665 on"):
         check_live_teacher(INFO, "teacher", store)
     narrow_teacher = replace(INFO, vocab_size=151_000, takes_vocab_size=True)
     with pytest.raises(WrongState, match="the number of logits of the teacher differs"):

@@ -64,7 +64,9 @@ def test_a_local_student_is_refused(
         check_tensor_parallel(job)
     assert sentence in str(caught.value)
     assert caught.value.field == "train.tensor_parallel"
-    assert caught.value.hint == ("lower it to 2" if "units" in sentence else "lower it to 4")
+    assert caught.value.hint == (
+        "lower the value to 2" if "units" in sentence else "lower the value to 4"
+    )
 
 
 def test_groups_that_share_evenly(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def _set_huge_token_id(record: dict[str, Any]) -> None:
         (_drop_last_position, "token ids and"),
         (_delete_token, "a row that cannot be read"),
         (_set_impossible_logprobs, "no log-probs of a softmax"),
-        (_clear_record, "it is no answer of vLLM: KeyError"),
+        (_clear_record, "this is not an answer of vLLM: KeyError"),
         (_rename_id, "id 77777 is none of the 40 ids of the vocabulary"),
         (_set_fractional_start, "start is 1.5"),
         (_set_huge_token_id, "is none of the 40 ids of the vocabulary"),

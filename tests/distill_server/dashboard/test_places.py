@@ -37,7 +37,7 @@ def capacity(server: SmallServer) -> dict[str, Any]:
 def test_slots_and_priorities(tmp_path: Path) -> None:
     with small_server(tmp_path, Policy()) as server:
         first_id = submit(server)
-        assert describe_places(server, first_id) == [(1, "it starts next")]
+        assert describe_places(server, first_id) == [(1, "the job starts next")]
         assert capacity(server) == {"slots": [0, 1], "cpus": [0, 1], "gpus": None, "queued": 1}
         server.look()
         later_id, sooner_id = submit(server), submit(server, priority=5)
@@ -87,12 +87,12 @@ def test_jobs_that_are_passed_over_hold_up_nobody(tmp_path: Path) -> None:
         places = Places(server.store, server.scheduler, server.policy.machine)
         time_before = time.time()
         description = places.describe(server.store.job(resting_id))
-        assert description["why"] == "it rests after a failure"
+        assert description["why"] == "the job waits after a failure"
         assert time_before + 49 <= description["retry_at"] <= time.time() + 51
         (place, why), (_, too_large), (last_place, next_why) = describe_places(
             server, waiting_id, large, last_id
         )
-        assert (place, last_place, next_why) == (1, 4, "it starts next")
+        assert (place, last_place, next_why) == (1, 4, "the job starts next")
         assert why.startswith("WAITING ")
         assert "the server has 4 for all jobs" in too_large
 

@@ -78,7 +78,7 @@ CASES = {
     "no name": Refusal({"student__model": "a\0b"}, ("student.model: no such file: a\0b",)),
     "no store": Refusal(
         {"method__type": "offline", "data__path": "{root}"},
-        ("data.path: {root} is not a store: it has no manifest.json",),
+        ("data.path: {root} is not a store: manifest.json is missing",),
         NotFound,
     ),
     "no weights": Refusal(
@@ -102,7 +102,7 @@ CASES = {
     ),
     "k > max": Refusal(
         {"teacher__top_k": 14},
-        ("teacher.top_k: 14 is more than the teacher returns (13)", "lower it to 13"),
+        ("teacher.top_k: 14 is more than the teacher returns (13)", "lower the value to 13"),
     ),
     "too long": Refusal(
         {"method__max_new_tokens": 49},
@@ -198,7 +198,9 @@ def test_widths_that_differ_by_padding(
         teacher.vocab_size = 16
         assert server.submit(config) is JobState.QUEUED
         teacher.takes_vocab_size = False
-        with pytest.raises(WrongState, match="cannot leave out those from 13 on") as exc_info:
+        with pytest.raises(
+            WrongState, match="cannot exclude the padding ids from 13 on"
+        ) as exc_info:
             server.submit(config)
     assert exc_info.value.field == "student.model"
     assert "use a teacher of this version" in exc_info.value.hint
@@ -357,7 +359,7 @@ def test_a_token_that_the_teacher_does_not_take(
     with (
         checking_site(tmp_path) as server,
         pytest.raises(
-            WrongState, match="does not take the token of the distill server"
+            WrongState, match="does not accept the token of the distill server"
         ) as exc_info,
     ):
         server.submit(job(tmp_path, address))

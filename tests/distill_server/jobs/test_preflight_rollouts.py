@@ -85,7 +85,7 @@ def test_a_service_of_other_code(
     with checking_site(tmp_path) as server, pytest.raises(WrongState) as exc_info:
         server.submit(job(tmp_path, teacher, rollouts__address=service))
     assert exc_info.value.field == "rollouts.address"
-    assert f"{service} is of another version of distill-service" in exc_info.value.message
+    assert f"{service} has another version of distill-service" in exc_info.value.message
     assert "start the service with the version of distill-service" in exc_info.value.hint
 
 
@@ -125,7 +125,7 @@ def test_the_token_of_the_server(
         config = job(tmp_path, teacher, rollouts__address=process.address)
         for token in ("", READ, "x" * MIN_TOKEN_CHARS):
             monkeypatch.setenv("DISTILL_ROLLOUTS_TOKEN", token)
-            with pytest.raises(WrongState, match="does not take the token of the distill server"):
+            with pytest.raises(WrongState, match="does not accept the token of the distill server"):
                 server.submit(config)
         monkeypatch.setenv("DISTILL_ROLLOUTS_TOKEN", ADMIN)
         assert server.submit(config) is JobState.QUEUED

@@ -193,7 +193,7 @@ def test_verdicts(
 
 
 def test_an_attempt_that_died_may_say_why() -> None:
-    status = Status(1, "running", reason="another process of the trainer is lost: Read error")
+    status = Status(1, "running", reason="another process of the trainer has died: Read error")
     assert verdict_of(RUNNING, 37, status, Exited(1)) == DeadAttempt(status.reason, blameless=False)
 
 

@@ -49,13 +49,13 @@ def test_second_process_is_refused_at_once(tmp_path: Path) -> None:
     path = tmp_path / "server.sqlite"
     with open_database(path):
         start_time = time.monotonic()
-        with pytest.raises(WrongState, match="another server runs on"), open_database(path):
+        with pytest.raises(WrongState, match="another server uses"), open_database(path):
             pass
         assert time.monotonic() - start_time < 10
         second_server = subprocess.run(
             [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False
         )
-        assert "another server runs on" in second_server.stderr
+        assert "another server uses" in second_server.stderr
     with open_database(path):
         pass
 

@@ -23,5 +23,6 @@ def test_an_adapter_that_it_does_not_have(tmp_path: Path) -> None:
         with pytest.raises(WrongState) as exc_info:
             server.submit(job(tmp_path, address, teacher__adapter="code"))
     assert exc_info.value.field == "teacher.adapter"
-    assert exc_info.value.message.endswith("has no adapter 'code'; it has math")
-    assert exc_info.value.hint == "start it with --adapter code=DIR, or name one that it has"
+    assert exc_info.value.message.endswith("has no adapter 'code'; its adapters are math")
+    hint = "start the teacher with --adapter code=DIR, or choose an adapter of the teacher"
+    assert exc_info.value.hint == hint

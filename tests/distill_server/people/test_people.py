@@ -139,7 +139,7 @@ def test_every_method_that_changes_something_is_audited() -> None:
         ("owner=-x", "has a wrong owner"),
         ("owner=a b=1", "is not ROLE TOKEN"),
         ("owner=a owner=b", "is not ROLE TOKEN"),
-        ("jobs=2", "has a quota and no owner"),
+        ("jobs=2", "has a quota, but no owner"),
         ("owner=a jobs=two", "has a wrong jobs"),
         ("owner=ann jobs=2", "the tokens of owner ann have different quotas"),
     ],

@@ -180,7 +180,7 @@ def test_an_output_that_was_removed_fails_the_job(server: SmallServer) -> None:
         (
             make_eval_job("x", reward={"type": "python", "file": "/reward.py"}),
             InvalidInput,
-            "reward.file: a server runs no code",
+            "reward.file: a server does not run the code",
         ),
     ],
 )

@@ -94,7 +94,8 @@ def test_a_lost_database(
     lines = process.stdout.splitlines()
     assert sum(line.startswith("taken ") for line in lines) == len(jobs), process.stdout
     assert [line for line in lines if not line.startswith("taken ")] == [
-        f"refused  notes: {server.runs / 'notes'} is not a run directory; it has no job.json"
+        f"refused  notes: {server.runs / 'notes'} is not a run directory; a run directory has a"
+        f" job.json"
     ]
     assert process.stderr.splitlines() == ["4 taken, 0 known, 1 refused", COUNTED]
     (server.runs / "notes").rmdir()
@@ -149,7 +150,7 @@ def test_what_has_not_ended(make_server: Callable[..., Server]) -> None:
     eventually(lambda: f"taken    {killed_id}" in run_import(server.runs, server.runs).stdout)
     output = run_import(server.runs, server.runs).stdout
     assert f"known    {killed_id}: CANCELLED" in output
-    assert f"refused  {running_id}: a program is running in it" in output
+    assert f"refused  {running_id}: a program is running in this directory" in output
     end_attempt(server.runs / running_id / "logs" / "attempt-1")
     eventually(lambda: f"taken    {running_id}" in run_import(server.runs, server.runs).stdout)
     server.start()
@@ -176,15 +177,19 @@ def test_what_is_refused(tmp_path: Path) -> None:
         entries = {entry.name: entry for entry in import_runs(connection, runs, source)}
         with pytest.raises(InvalidInput, match="no such directory"):
             next(import_runs(connection, runs, source / "none"))
-        with pytest.raises(InvalidInput, match="is a run directory; name the directory it is in"):
+        with pytest.raises(InvalidInput, match="is a run directory; give its parent directory"):
             next(import_runs(connection, runs, source / "taken"))
     assert {entry.outcome for entry in entries.values()} == {"refused"}
     for name, reason in (
-        ("My run", "its name is no id of a job; rename it: up to 100 of a-z"),
-        ("x" * 101, "its name is no id of a job"),
+        (
+            "My run",
+            "the name of the directory is not a valid job id; rename the directory: up to"
+            " 100 of a-z",
+        ),
+        ("x" * 101, "the name of the directory is not a valid job id"),
         ("future", "this version cannot read the job"),
         ("pipe", "is a named pipe"),
-        ("taken", f"{runs / 'taken'} exists; move it away"),
+        ("taken", f"{runs / 'taken'} already exists; move that directory away"),
     ):
         assert reason in entries.pop(name).about, name
     assert not entries
@@ -226,16 +231,16 @@ def test_faulty_directories_do_not_end_an_import(tmp_path: Path) -> None:
     assert lines.pop("taken    a") == "CANCELLED 1/5"
     assert lines.pop("taken    z") == "CANCELLED 0/5"
     for name, reason in (
-        ("status-attempt", "status.json: attempt is 0; correct it: a whole number from 1 to"),
-        ("status-step", f"status.json: step is {huge}; correct it"),
-        ("status-huge", f"status.json: attempt is {huge}; correct it"),
-        ("metrics-step", f"metrics.jsonl: step is {huge}; correct it"),
+        ("status-attempt", "status.json: attempt is 0; write a whole number from 1 to"),
+        ("status-step", f"status.json: step is {huge}; write a whole number"),
+        ("status-huge", f"status.json: attempt is {huge}; write a whole number"),
+        ("metrics-step", f"metrics.jsonl: step is {huge}; write a whole number"),
         ("utf-8", "job.json: Invalid JSON: invalid unicode code point"),
         ("job-pipe", "job.json: not a regular file"),
         ("lock-pipe", ".trainer.lock: not a regular file"),
         ("no-times", "status.json: File name too long"),
         ("no-directory", "File name too long"),
-        ("closed", "has no job.json" if os.geteuid() == 0 else "Permission denied"),
+        ("closed", "a run directory has a job.json" if os.geteuid() == 0 else "Permission denied"),
     ):
         assert reason in lines.pop(f"refused  {name}"), name
     assert not lines
@@ -256,7 +261,7 @@ def test_a_repaired_directory_is_read_again(tmp_path: Path) -> None:
     assert (runs / "later").exists()
     assert not (runs / "broken").exists()
     refused_import = run_import(runs, runs)
-    assert "refused  later: it is to be deleted" in refused_import.stdout
+    assert "refused  later: the directory will be deleted" in refused_import.stdout
     assert (runs / "later").exists()
     broken_run.write_status(Status(attempt=2, verdict="failed", reason="mended", step=3))
     later_run.write_status(Status(attempt=1, verdict="succeeded", step=5))

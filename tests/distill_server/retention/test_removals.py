@@ -101,7 +101,7 @@ def test_what_is_refused(server: SmallServer) -> None:
     removals_of(server).pin(capture_job.id, pinned=False)
     removals_of(server).remove(capture_job.id)
     with pytest.raises(
-        WrongState, match=f"job {capture_job.id}, whose store it reads, was removed"
+        WrongState, match=f"reads the store of job {capture_job.id}, which was removed"
     ):
         asyncio.run(server.control.resume_checked(last_job.id, max_steps=0, from_step=0))
 

@@ -277,7 +277,7 @@ def test_a_service_that_always_dies_is_given_up(tmp_path: Path) -> None:
         process.wait()
         eventually(lambda was=service: engines.update() or read_placed(file)[0][0] != was)
     eventually(is_settled)
-    assert read_placed(file)[0][0].problem == "it ended with exit code -9"
+    assert read_placed(file)[0][0].problem == "the service ended with exit code -9"
     assert len(node.actors) == 4
     engines.stop()
 

@@ -76,10 +76,10 @@ def test_each_process_has_a_thread(tmp_path: Path) -> None:
 
 def test_what_is_never_there_is_refused(tmp_path: Path) -> None:
     with small_server(tmp_path, Policy(EIGHT_GPUS)) as server:
-        with pytest.raises(InvalidInput, match="asks for 9 GPUs, the server has 8") as exc_info:
+        with pytest.raises(InvalidInput, match="requests 9 GPUs, but the server has 8") as exc_info:
             submit(server, resources={"gpus": 9})
         assert exc_info.value.field == "resources.gpus"
-        with pytest.raises(InvalidInput, match="asks for 17 CPU threads, the server has 16"):
+        with pytest.raises(InvalidInput, match="requests 17 CPU threads, but the server has 16"):
             submit(server, resources={"cpus": 17})
         with pytest.raises(InvalidInput, match="17 processes need 17 CPU threads") as exc_info:
             submit(server, train={"processes": 17}, resources={"gpus": 0})
@@ -99,7 +99,7 @@ def test_a_job_too_large_for_a_smaller_server_holds_nobody_up(tmp_path: Path) ->
         server.look()
         stored_job = server.store.job(large_job.id)
         assert stored_job.state is JobState.QUEUED
-        assert "asks for 4 GPUs, the server has 2" in stored_job.phase
+        assert "requests 4 GPUs, but the server has 2" in stored_job.phase
         assert stored_job.last_seq == 2
 
 
@@ -221,7 +221,9 @@ def test_engines_need_gpus_of_their_own(tmp_path: Path) -> None:
     with small_server(tmp_path, Policy(EIGHT_GPUS)) as server:
         job = submit(server, rollouts=rollouts, train=train)
         assert list_running(server)[job.id] == Share(4, tuple("01234567"))
-        with pytest.raises(InvalidInput, match="asks for 10 GPUs, the server has 8") as exc_info:
+        with pytest.raises(
+            InvalidInput, match="requests 10 GPUs, but the server has 8"
+        ) as exc_info:
             submit(server, rollouts=rollouts, train={"processes": 6})
         assert exc_info.value.field == "resources.gpus"
         too_few = "asks for 4 GPUs, its 4 processes and its rollout engines need 8"

@@ -310,7 +310,7 @@ def test_verdicts(
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--partition=x", "'--partition=x' is not an option of sbatch; give its long name"),
+        ("--partition=x", "'--partition=x' is not an option of sbatch; give the long name"),
         ("partition=a\nb", "is not an option of sbatch"),
         ("requeue", "the server sets requeue itself"),
         ("ntasks=4", "the server sets ntasks itself"),
@@ -436,6 +436,8 @@ def test_engines_on_gpus_of_their_own_are_refused() -> None:
 
     values = job_config().model_dump() | {"rollouts": {"engine": "hf", "gpus": 1, "lag": 1}}
     job = OnPolicyJob.model_validate(values)
-    with pytest.raises(InvalidInput, match="places no rollout engines") as exc_info:
+    with pytest.raises(
+        InvalidInput, match="does not support separate GPUs for rollout engines"
+    ) as exc_info:
         Machine(gpus=("0", "1"), cpus=8, places_engines=False).require_room(job)
     assert exc_info.value.field == "rollouts.gpus"

@@ -56,7 +56,9 @@ def test_two_jobs_share_one_and_it_goes_after_the_last(
     with DistillClient(server.address) as client:
         jobs = [client.submit(make_taught_job(f"{n} pause=0.3")) for n in "ab"]
         phases = {event.phase for job in jobs for event in job.watch() if event.phase}
-        assert any(phase.startswith("WAITING teacher.model: it loads since") for phase in phases)
+        assert any(
+            phase.startswith("WAITING teacher.model: the teacher loads since") for phase in phases
+        )
         addresses = [
             json.loads((server.runs / job.id / "teacher.json").read_text()) for job in jobs
         ]
@@ -124,7 +126,7 @@ def test_a_model_that_cannot_be_loaded_fails_the_job(server: Server, client: Dis
     failed_job = job.wait(60)
     assert failed_job.state is JobState.FAILED
     assert failed_job.reason.startswith(
-        "teacher.model: its teacher cannot be started: --model: 'nonse"
+        "teacher.model: the teacher cannot be started: --model: 'nonse"
     )
     resumed_job = job.resume().wait(60)
     assert (resumed_job.state, resumed_job.attempt) == (JobState.FAILED, 2), (
@@ -193,7 +195,7 @@ def test_gpus_are_counted_and_none_waits_for_ever(make_server: MakeServer) -> No
     """Two GPUs: each job needs one, and one for its teacher; the second job waits for the first."""
     server = make_server(slots=2, gpus=2)
     with DistillClient(server.address) as client:
-        with pytest.raises(InvalidInput, match="its teacher 1 more, the server has 2"):
+        with pytest.raises(InvalidInput, match="its teacher 1 more, but the server has 2"):
             client.submit(make_taught_job("x", teacher_gpus=1, resources={"gpus": 2}))
         first_job = client.submit(
             make_taught_job("1 tells_gpus=1 pause=0.2", "vocab=50", teacher_gpus=1)

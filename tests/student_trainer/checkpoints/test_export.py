@@ -171,7 +171,7 @@ def export_overflow(root: Path) -> None:
             main=accelerator.is_main_process,
         )
 
-    with pytest.raises(InvalidInput, match=r"norm\.weight has a number beyond 65504"):
+    with pytest.raises(InvalidInput, match=r"norm\.weight has a value above 65504"):
         raise_on_all_ranks(accelerator, lambda: export(torch.float16))
     raise_on_all_ranks(accelerator, lambda: export(torch.bfloat16))
 

@@ -175,7 +175,11 @@ def test_sequences_that_are_too_long_are_left_out(
     ("changes", "field", "message"),
     [
         ({"data__tokenizer": "same"}, "student.model", "set data.tokenizer = 'auto'"),
-        ({"data__tokenizer": "/nowhere/at/all"}, "data.tokenizer", "there is none to load at"),
+        (
+            {"data__tokenizer": "/nowhere/at/all"},
+            "data.tokenizer",
+            "no tokenizer can be loaded from",
+        ),
         ({"data__tokenizer": "STUDENT"}, "data.tokenizer", "is not that of the store"),
     ],
 )

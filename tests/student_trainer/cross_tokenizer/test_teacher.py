@@ -231,7 +231,9 @@ def test_whether_the_tokenizer_is_another_one(tmp_path: Path) -> None:
             == b"1+U"
         )
     missing_path = str(tmp_path / "away")
-    with pytest.raises(InvalidInput, match=f"none to load at '{missing_path}'") as caught:
+    with pytest.raises(
+        InvalidInput, match=f"no tokenizer can be loaded from '{missing_path}'"
+    ) as caught:
         pair("auto", missing_path, teacher_words)
     assert caught.value.field == "teacher.tokenizer"
     with pytest.raises(WrongState, match="is not that of the teacher"):

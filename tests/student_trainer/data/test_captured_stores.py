@@ -74,7 +74,7 @@ REFUSALS = {
     ),
     "not complete": Refusal(
         {},
-        ("data.path: ", f"has {SEQUENCES} of 999 sequences", "run its capture again"),
+        ("data.path: ", f"has {SEQUENCES} of 999 sequences", "run the same capture again"),
         spoil=change_manifest(sequences="999"),
     ),
     "a cache": Refusal(
@@ -82,7 +82,7 @@ REFUSALS = {
     ),
     "no store": Refusal(
         {},
-        ("data.path: ", "is not a store: it has no manifest.json"),
+        ("data.path: ", "is not a store: manifest.json is missing"),
         NotFound,
         spoil=shutil.rmtree,
     ),

@@ -150,7 +150,7 @@ def test_what_is_no_retriever_is_refused_at_once(library: Library, path: str) ->
     if not path:
         with socket.create_server(("127.0.0.1", 0)) as free:
             url = f"http://127.0.0.1:{free.getsockname()[1]}/retrieve"
-    with pytest.raises(Unavailable, match="no retriever at") as raised:
+    with pytest.raises(Unavailable, match="no retriever answers at") as raised:
         RemoteRetriever(url, timeout_seconds=5)
     assert raised.value.field == "environment.retriever"
     assert raised.value.hint is not None

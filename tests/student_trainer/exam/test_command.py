@@ -128,7 +128,7 @@ def test_prompts_with_no_room_for_an_answer_are_refused(material: Material, tmp_
         run(exam(material, tmp_path / "long", **short, max_new_tokens=4))
     assert (caught.value.field, caught.value.hint) == (
         "--max-tokens",
-        "lower it, or remove long prompts",
+        "lower the value, or remove long prompts",
     )
 
 
@@ -144,7 +144,7 @@ def test_prompts_with_no_room_for_an_answer_are_refused(material: Material, tmp_
         (
             ["m", "--reward", "reasoning_gym:chain_sum", "--data", "x.jsonl"],
             ExitCode.USAGE,
-            "--data: reasoning_gym:chain_sum generates its own prompts; omit it",
+            "--data: reasoning_gym:chain_sum generates its own prompts; remove the option",
         ),
         (
             ["m", "--reward", "math", "--data", "x.jsonl"],

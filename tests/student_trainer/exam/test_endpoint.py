@@ -281,9 +281,9 @@ def test_conversations(material: Material, tmp_path: Path) -> None:
         ({"system": "9"}, {"api": "completions"}, "text completions have no chat template"),
         ({"messages_column": "m"}, {"api": "completions"}, "use --api chat"),
         ({"chat_template": False}, {"api": "chat"}, "use --api completions"),
-        ({"weight_column": "w"}, {"api": "chat"}, "it is for training"),
-        ({"mix": [{"path": "b", "share": 0.5}]}, {"api": "chat"}, "it is for training"),
-        ({"chat_template": False, "system": "9"}, {"endpoint": None}, "leave one of them out"),
+        ({"weight_column": "w"}, {"api": "chat"}, "only training uses this key"),
+        ({"mix": [{"path": "b", "share": 0.5}]}, {"api": "chat"}, "only training uses this key"),
+        ({"chat_template": False, "system": "9"}, {"endpoint": None}, "remove one of the two keys"),
     ],
 )
 def test_keys_that_exclude_each_other(

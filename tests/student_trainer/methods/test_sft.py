@@ -278,7 +278,7 @@ def test_a_conversation_that_starts_with_the_answer(
         f"the conversation of row {row} of {path} has no message before the assistant's answer"
     )
     assert caught.value.field == "data.messages_column"
-    assert caught.value.hint == "remove the row, or give it a user message"
+    assert caught.value.hint == "remove the row, or add a user message"
 
     all_answers_config = tiny.sft_job(material, **files, method__train_on="all")
     training, _ = load_examples(all_answers_config, words)
@@ -388,7 +388,7 @@ def test_a_float16_export_has_no_infinity(
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
     assert all(weight.isfinite().all() for weight in weights.values())
     name = "norm.weight" if where == "weights" else "up_proj.weight"
-    assert f"{name} has a number beyond 65504" in caplog.text
+    assert f"{name} has a value above 65504" in caplog.text
 
 
 def student_with(material: tiny.Material, root: Path, value: float) -> SFTJob:

@@ -131,7 +131,7 @@ def test_flash_is_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) ->
         StudentConfig(model="-", attention="flash", dtype="float32")
     settings = StudentConfig(model="-", attention="flash", dtype="bfloat16")
     student = Student(tiny.model(seed=3), bf16=True)
-    with pytest.raises(InvalidInput, match="it needs an NVIDIA GPU") as caught:
+    with pytest.raises(InvalidInput, match="flash attention needs an NVIDIA GPU") as caught:
         choose_attention(student, student, settings)
     assert caught.value.field == "student.attention"
 

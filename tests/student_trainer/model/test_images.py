@@ -230,7 +230,7 @@ def test_images_may_be_parts_of_messages(reader: ImageReader, tmp_path: Path) ->
     assert prompt.text == "1\n2="
     with pytest.raises(InvalidInput, match=r"has 2 images, but its messages have 1 parts"):
         load(record | {"image": ["0.png", "1.png"]})
-    with pytest.raises(InvalidInput, match="which is no file"):
+    with pytest.raises(InvalidInput, match="which is not a file"):
         load(record | {"image": "2.png"})
     content[0]["text"] = tiny_vision.IMAGE
     (prompt,) = load(record)  # a text that names the token is text: no second image

@@ -102,4 +102,4 @@ def test_numbers_that_a_group_cannot_share(tmp_path: Path) -> None:
         InvalidInput, match="4 processes cannot share the 2 heads of keys"
     ) as caught:
         check_divisible(student, 4)
-    assert caught.value.hint == "lower it to 2"
+    assert caught.value.hint == "lower the value to 2"

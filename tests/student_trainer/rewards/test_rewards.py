@@ -54,7 +54,7 @@ def test_every_way_to_fail_costs_one_reward(rewards: Rewards) -> None:
     ways = {
         "raise": "the reward raised KeyError: 'no'",
         "exit": "the reward raised SystemExit: 0",
-        "die": "the process of the reward ended (it closed the connection)",
+        "die": "the process of the reward ended (the process closed the connection)",
         "kill": "the process of the reward ended",
         "nan": "the reward returned nan, which is not a finite number",
         "text": "the reward raised ValueError: could not convert string to float: 'much'",

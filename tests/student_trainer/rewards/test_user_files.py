@@ -28,7 +28,11 @@ def job(tmp_path: Path) -> Path:
 
 def test_server_refuses_it(job: Path) -> None:
     document = load_job(job).config.model_dump_json()
-    with pytest.raises(InvalidInput, match=r"^reward.file: a server runs no code that a job names"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"^reward.file: a server does not run the code of a"
+        " job",
+    ):
         parse_config(document)
 
 

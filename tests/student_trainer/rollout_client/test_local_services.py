@@ -185,7 +185,11 @@ def test_engines_get_the_gpus_after_the_trainers(monkeypatch: pytest.MonkeyPatch
     ]
     assert [variable["CUDA_VISIBLE_DEVICES"] for variable in variables] == ["2,5", "3,1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,2,5,3")
-    with pytest.raises(InvalidInput, match=r"4 GPUs; train.processes needs 1 .* the engine 4 more"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"4 GPUs, but train.processes needs 1 .* the engine 4"
+        " more",
+    ):
         local_services._gpu_variable(config, config.rollouts, 0)
 
 

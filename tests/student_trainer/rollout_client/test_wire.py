@@ -223,8 +223,8 @@ def set_part(**values: Any) -> Callable[[rollouts_pb2.SampledPart], None]:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (set_part(index=3), "sequence 3 twice or unasked"),
-        (set_part(index=0), "sequence 0 twice or unasked"),
+        (set_part(index=3), "sequence 3 twice or without a request"),
+        (set_part(index=0), "sequence 0 twice or without a request"),
         (set_part(first=1), "from 1 of sequence 1"),
         (set_part(token_ids=b""), "sent 0 tokens"),
         (set_part(token_ids=bytes(16)), "sent 4 tokens"),

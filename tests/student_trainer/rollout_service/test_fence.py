@@ -39,7 +39,7 @@ def test_a_later_attempt_ends_the_earlier_one(start_service: StartService, tmp_p
         other_job = trainer.sample(of_attempt(order(directory), 1, "another job"))
         sequences = dict(trainer.sample(of_attempt(order(second_snapshot, number=2), 2)))
         assert len(sequences) == 8
-        message = "attempt 2 of this job has replaced the one that sent this order"
+        message = "attempt 2 of this job has replaced the attempt that sent this order"
         for sampling in (running_order, waiting_order):
             with pytest.raises(WrongState, match=message):
                 list(sampling)

@@ -91,7 +91,11 @@ def test_what_is_no_adapter_of_the_student_is_refused(student_path: Path, tmp_pa
     for tested_engine, sent_order, match in (
         (engine, weights, "has model.embed_tokens.weight, which the model"),
         (engine, other_rank, r"lora_A.weight in shape \[4, 96\], but the model .* has \[3, 96\]"),
-        (full_engine, adapters, "lora_A.weight, which the model of the rollout service has not"),
+        (
+            full_engine,
+            adapters,
+            "lora_A.weight, which the model of the rollout service does not have",
+        ),
     ):
         with pytest.raises(Corrupt, match=match):
             load_and_sample(tested_engine, sent_order)

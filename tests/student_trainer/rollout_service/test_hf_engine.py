@@ -218,7 +218,10 @@ def spoil(directory: Path, name: str) -> None:
         ("another number", "has version 9, not 1"),
         ("another shape", r"has model.norm.weight in shape \[3\]"),
         ("a missing weight", "has no model.norm.weight"),
-        ("an unknown weight", "has model.surprise, which the model of the rollout service has not"),
+        (
+            "an unknown weight",
+            "has model.surprise, which the model of the rollout service does not have",
+        ),
         ("a file elsewhere", "names '../v3/model.safetensors', a file outside the directory"),
         ("a link to elsewhere", "names 'model.safetensors', a file outside the directory"),
         ("a list of files", "is not a complete snapshot"),

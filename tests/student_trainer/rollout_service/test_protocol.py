@@ -75,7 +75,7 @@ def test_a_service_of_other_code_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         pytest.raises(WrongState) as caught,
     ):
         client.info()
-    message = f"its protocol is {ROLLOUTS_PROTOCOL + 1}, that of the job {ROLLOUTS_PROTOCOL}"
+    message = f"it has protocol {ROLLOUTS_PROTOCOL + 1}, the job has {ROLLOUTS_PROTOCOL}"
     assert message in caught.value.message
     assert address in caught.value.message
     assert caught.value.field == "rollouts.address"

@@ -322,7 +322,7 @@ def test_it_sleeps_between_orders_only(tmp_path: Path) -> None:
 def test_a_service_that_does_not_sleep_says_so(start_service: StartService) -> None:
     with EngineClient([start_service().address]) as client:
         assert not client.info().sleeps
-        with pytest.raises(WrongState, match="does not sleep; start it with --sleep"):
+        with pytest.raises(WrongState, match="does not sleep; start the service with --sleep"):
             client.sleep()
 
 

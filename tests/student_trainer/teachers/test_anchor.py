@@ -300,7 +300,7 @@ def test_what_cannot_be_filled_in_is_refused() -> None:
     (rollout,) = rollouts(1)
     with pytest.raises(InvalidInput, match="no column 'solution'"):
         privileged_prompt("{solution}", PromptFormat(), words)(rollout)
-    with pytest.raises(InvalidInput, match="would read 9 tokens, but it can read only 8"):
+    with pytest.raises(InvalidInput, match="would read 9 tokens, more than its limit of 8"):
         privileged_prompt("{hint}=", PromptFormat(), words, max_tokens=8)(rollout)
     assert len(privileged_prompt("{hint}=", PromptFormat(), words, max_tokens=9)(rollout)) == 8
 

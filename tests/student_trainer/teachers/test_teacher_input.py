@@ -130,7 +130,7 @@ def test_the_arguments_of_the_teachers_template() -> None:
         == prompt_without_thinking
     )
     job = tiny.job(NO_MATERIAL, teacher__template_arguments={"thinkin": True})
-    with pytest.raises(InvalidInput, match="reads no argument 'thinkin'") as caught:
+    with pytest.raises(InvalidInput, match="has no argument 'thinkin'") as caught:
         teacher_form(job, words)
     assert caught.value.field == "teacher.template_arguments"
 

@@ -156,7 +156,7 @@ def test_a_damaged_file_is_made_again(
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content if flipped else b"")
     assert finish(run, 2) == 0
-    assert "it is written again, with all files after it" in run.log_file(2).read_text()
+    assert "the capture writes this file and all later files again" in run.log_file(2).read_text()
     assert digests(run.store) == digests(captured_store)
 
 

@@ -122,7 +122,7 @@ def test_keys_of_the_prompt(chat: Any, tmp_path: Path) -> None:
     assert read(chat, path, form="messages", template_arguments={"spare": True})[0] == [
         ([9, 1, 5, 2, 6, END], 4)
     ]
-    with pytest.raises(InvalidInput, match="reads no argument 'spar'"):
+    with pytest.raises(InvalidInput, match="has no argument 'spar'"):
         read(chat, path, form="messages", template_arguments={"spar": True})
 
 

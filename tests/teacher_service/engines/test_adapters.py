@@ -150,7 +150,7 @@ def test_an_adapter_of_head_or_embeddings_is_refused(
     target: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     path = save_adapter(tiny_model, tmp_path / "adapter", seed=1, target_modules=["q_proj", target])
-    with pytest.raises(InvalidInput, match="no product for a layer between embeddings and head"):
+    with pytest.raises(InvalidInput, match="not a product for a layer between embeddings and head"):
         read_adapters([f"math={path}"])
 
 
@@ -168,7 +168,7 @@ def test_an_adapter_of_another_model(
     tiny_model: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
     def refused(adapter: Adapter) -> None:
-        with pytest.raises(InvalidInput, match="is not one of this model") as caught:
+        with pytest.raises(InvalidInput, match="does not fit this model") as caught:
             HfEngine(str(tiny_model), device="cpu", adapters=[adapter])
         assert caught.value.field == "--adapter"
 
@@ -204,10 +204,14 @@ def test_a_client_names_an_adapter(
     with TeacherClient(teacher.address) as client:
         assert client.load().cache_tiers["memory"][0] == 9
         answer = client.submit(replace(queries()[0], adapter="unknown"))
-        with pytest.raises(InvalidInput, match="has no adapter 'unknown'; it has keys, math"):
+        with pytest.raises(
+            InvalidInput, match="has no adapter 'unknown'; its adapters are keys, math"
+        ):
             answer.result()
     with TeacherClient(teacher.address, adapter="unknown") as client:
-        with pytest.raises(WrongState, match="has no adapter 'unknown'; it has keys, math") as no:
+        with pytest.raises(
+            WrongState, match="has no adapter 'unknown'; its adapters are keys, math"
+        ) as no:
             client.info()
         assert no.value.field == "teacher.adapter"
 

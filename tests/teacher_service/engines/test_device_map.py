@@ -66,7 +66,7 @@ def test_its_weights_cannot_be_replaced(model: Path) -> None:
     ("changes", "message"),
     [
         ({"device_map": "balanced"}, "unknown device map 'balanced'"),
-        ({"device": "cpu"}, "it takes all devices"),
+        ({"device": "cpu"}, "--device-map uses all devices"),
         ({"adapters": ["a=DIR"]}, "has no adapters"),
         ({"name": "vllm"}, "the vllm engine has no such option"),
     ],

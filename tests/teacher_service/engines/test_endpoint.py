@@ -407,8 +407,8 @@ def test_no_tokenizer(server: VllmLike, tmp_path: Path) -> None:
     ("url", "key", "message"),
     [
         ("http://any:SECRET@127.0.0.1:9", "", "has a user or a password"),
-        ("http://127.0.0.1:9", "SECRET\nvalue", "has characters that no key has"),
-        ("http://127.0.0.1:9", "SECRET\u00e9", "has characters that no key has"),
+        ("http://127.0.0.1:9", "SECRET\nvalue", "has characters that are not allowed in a key"),
+        ("http://127.0.0.1:9", "SECRET\u00e9", "has characters that are not allowed in a key"),
     ],
 )
 def test_a_secret_is_in_no_message(

@@ -75,10 +75,10 @@ def test_the_log_probs_of_the_ids(site: Site, start: int, count: int) -> None:
         (request([SIX], [[1]]), "token_ids", "list of integers"),
         (request(SIX, [[1]] * 5, max_tokens=5), "sampling_params.max_tokens", "none"),
         (request(SIX, [[1]] * 5, temperature=2), "sampling_params.temperature", "temperature 1"),
-        (request(SIX, [[1]] * 5, logprobs=2), "sampling_params.logprobs", "not have the field"),
+        (request(SIX, [[1]] * 5, logprobs=2), "sampling_params.logprobs", "not support the field"),
         ({**request(SIX, [[1]] * 5), "stream": True}, "stream", "all rows"),
         ({**request(SIX, [[1]] * 5), "output_mode": "text"}, "output_mode", "'tokens'"),
-        ({**request(SIX, [[1]] * 5), "features": {}}, "features", "not have the field"),
+        ({**request(SIX, [[1]] * 5), "features": {}}, "features", "not support the field"),
     ],
 )
 def test_refusals(site: Site, changed: dict[str, Any], field: str, words: str) -> None:

@@ -88,7 +88,7 @@ def test_the_cache_knows_an_image_by_its_bytes(client: TeacherClient) -> None:
         (query("1=", "2", tiny_vision.image()), "0 image .* has 1 images"),
         (query(tiny_vision.IMAGE * 2 + "1=", "2", *[tiny_vision.image()] * 2), "in a row"),
         (query(f"{ONE}1=", "2" + tiny_vision.IMAGE, tiny_vision.image()), "at or after `start`"),
-        (query(f"{ONE}1=", "2", b"no image"), "no PNG, JPEG or WebP file"),
+        (query(f"{ONE}1=", "2", b"no image"), "not PNG, JPEG or WebP"),
     ],
 )
 def test_wrong_images_are_refused(

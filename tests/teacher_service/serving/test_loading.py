@@ -179,5 +179,7 @@ def test_the_phase_of_a_job_that_waits_for_it(loading: GatedTeacher, tmp_path: P
     teacher = TeacherProcess("key", RunDirectory(tmp_path), record, used_at=0.0, is_running=True)
     eventually(lambda: "%" in read_stage(loading.log))
     teacher.stage = read_stage(loading.log)
-    phase_pattern = r"WAITING teacher\.model: it loads since .* UTC, reading its weights: \d\d%"
+    phase_pattern = (
+        r"WAITING teacher\.model: the teacher loads since .*, reading its weights: \d\d%"
+    )
     assert re.fullmatch(phase_pattern, teacher.phase())
