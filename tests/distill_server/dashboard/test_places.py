@@ -57,8 +57,8 @@ def test_what_a_job_needs_and_who_is_before_it(tmp_path: Path) -> None:
         small = submit(server)
         server.look()
         assert describe_places(server, large, wide, small) == [
-            (1, "it needs 8 GPUs; 7 of 8 are free"),
-            (2, "it needs 16 CPU threads; 14 of 16 are free"),
+            (1, "the job needs 8 GPUs; 7 of 8 are free"),
+            (2, "the job needs 16 CPU threads; 14 of 16 are free"),
             (3, f"{large} is before it"),
         ]
         assert capacity(server) == {"slots": [1, 8], "cpus": [2, 16], "gpus": [1, 8], "queued": 3}
