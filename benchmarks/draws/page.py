@@ -18,60 +18,62 @@ TAILS = ("none", "bucket", "published", "sampled", "bucket+sampled")
 PAGE = """\
 # Tail draws: noise at equal bytes
 
-Which ids should a row hold? This page compares every tail mode of `topk_kl` at equal numbers of
-ids a row and of bytes a token, on a real pair: SmolLM2-135M-Instruct teaches a student of 22 of
-its 30 layers, on answers to questions of GSM8K, with a vocabulary of {vocabulary:,} ids.
+This page compares the tail modes of `topk_kl` at equal numbers of ids per row and bytes per token.
+The models are a real pair: SmolLM2-135M-Instruct teaches a student with 22 of its 30 layers, on
+answers to questions of GSM8K, with a vocabulary of {vocabulary:,} ids.
 
 ## Noise of one token's gradient
 
-Made by `python -m benchmarks.draws.noise --data train.jsonl --student runs/draws/real-trained`, at
-{positions} positions of the answers that the trained student samples. *sd* is the standard
-deviation of the gradient in the logits, *bias* the distance of its mean from the exact gradient;
-both are root mean squares over the positions, divided by that of the exact gradient. The sums are
-over the whole vocabulary. A standard deviation averages out with the root of the number of tokens;
-a bias does not.
+`python -m benchmarks.draws.noise --data train.jsonl --student runs/draws/real-trained` computes
+these values at {positions} positions of answers sampled by the trained student. *sd* is the
+standard deviation of the gradient in the logits. *bias* is the distance between the mean gradient
+and the exact gradient. Both values are root mean squares over the positions, divided by the root
+mean square of the exact gradient, and use sums over the whole vocabulary. The sd of a mean over n
+tokens falls with the square root of n; the bias does not.
 
 ![Bias and standard deviation against bytes a token](draws.png)
 
 {noise}
 
-The four best splits of each number of ids, reverse KL with `bucket+draws`:
+A row has k head ids and M draws. The table has the four best splits for each number of ids, for
+reverse KL with `bucket+draws`:
 
 {splits}
 
-Independent draws, for comparison with the closed form `sd = (P_t / sqrt(M)) sd of [gap (e_z -
-p)]`; in brackets stratified draws, which the sampler makes from
-one random number a row. These usually vary less, but not always (k = 64, M = 64):
+The next table has independent draws, whose closed form is `sd = (P_t / sqrt(M)) sd of [gap (e_z -
+p)]`. The values in brackets are for stratified draws, which the sampler makes from one random
+number per row. Stratified draws usually have a lower sd, but not always (k = 64, M = 64):
 
 {independent}
 
-The same for a toy of 1,000 ids with random logits, whose head holds less:
+The same tables for a toy model with 1,000 ids and random logits, whose head has less mass:
 
 {toy}
 {cost}{training}
 ## Where it matters
 
-- **The tail is most of the loss of the real pair.** Its 64 head ids leave 16% of the mass outside,
-  and `none` and `bucket`, which are biased, end farthest from the exact loss. `published` is biased
-  less, and noisy.
-- **16 ids a row are enough there.** With `bucket+draws` every k and M from 8 + 8 on ends within
-  0.05 nats of the exact loss, and they differ from each other by no more than seeds do. 8 + 8 do as
-  well as 512 head ids with the sampled token alone, in a thirtieth of the bytes.
-- **On the toy pair the noise that is left matters.** Larger steps (learning rate 0.005) turn it
-  into 0.13 to 0.25 nats, and draws are worth more than head ids: 16 + 48 against 32 + 16.
-- **Equal steps are equal seconds**: the number of ids changes neither the time of the loss nor that
-  of sampling; see Cost.
+- **The tail matters most for the real pair.** 16% of the mass is outside its 64 head ids. The
+  biased modes `none` and `bucket` end farthest from the exact loss. `published` has a smaller
+  bias, but a high variance.
+- **16 ids per row are enough for the real pair.** With `bucket+draws`, all splits from 8 + 8 on end
+  within 0.05 nats of the exact loss, and the differences between splits are no larger than the
+  differences between seeds. 8 + 8 ids match 512 head ids with the sampled token, with a thirtieth
+  of the bytes.
+- **The remaining variance matters for the toy pair.** With larger steps (learning rate 0.005), the
+  variance costs 0.13 to 0.25 nats, and draws help more than head ids: compare 16 + 48 and 32 + 16.
+- **All runs need the same time per step**: the number of ids changes neither the time of the loss
+  nor the time of sampling; see Cost.
 
-The runs of the real pair were made on two machines. Rounding decides single tokens of sampled
-answers, so the KL of the same student at step 0 is 4.095 on one and 4.123 on the other.
+The runs of the real pair used two machines. Different rounding changes some sampled tokens, so
+the KL of the same student at step 0 is 4.095 on one machine and 4.123 on the other.
 """
 
 COST = """
 ## Cost
 
-Made by `python -m benchmarks.draws.speed --repetitions 21` with 151,936 ids on {threads} CPU
-threads. The two sides alternate; the ratio is the median of the ratios of neighbours, with the
-lowest and the highest.
+`python -m benchmarks.draws.speed --repetitions 21` measures these times with 151,936 ids on
+{threads} CPU threads. The two variants alternate. The ratio is the median over neighbouring
+measurements, with the lowest and the highest ratio in brackets.
 
 {table}
 """
@@ -79,12 +81,12 @@ lowest and the highest.
 TRAINED = """
 ## Training: the {name} pair
 
-Made by `python -m benchmarks.draws.training --data train.jsonl {options}`: {steps} on-policy steps
-of {prompts} answers of at most {tokens} tokens, learning rate {learning_rate}, seeds: {seeds}. The
-KL is the exact KL(student||teacher) per token, over the student's answers to {held_out} held-out
-questions, in nats; at step 0 it is {before:.3f}. *ids* and *bytes* are those of a row. *to exact*
-is the last KL minus that of the run with the exact loss and the same seed: mean and standard error
-over seeds.{missing}
+`python -m benchmarks.draws.training --data train.jsonl {options}` runs {steps} on-policy steps of
+{prompts} answers with at most {tokens} tokens, with learning rate {learning_rate} and {seeds}
+seeds. The KL is the exact KL(student||teacher) per token, over the student's answers to {held_out}
+held-out questions, in nats. At step 0, the KL is {before:.3f}. *ids* and *bytes* are per row. *to
+exact* is the final KL minus the final KL of the exact loss with the same seed: mean and standard
+error over seeds.{missing}
 
 ![Held-out KL of each loss](draws-training-{name}.png)
 

@@ -18,13 +18,14 @@ DRAWS = "`make bench-draws DATA=train.jsonl`"
 HEAD = """\
 # Evidence
 
-What is claimed, how large it is, and whether it was shown. Written by `python -m
-benchmarks.evidence.page` from [benchmarks/results](../benchmarks/results). Intervals are 95%
-(Student's t over seeds, of the differences of runs with the same seed; of the gradients over
-answers, bootstrap). *Shown*: the interval lies wholly on the claimed side; *refuted*: wholly on the
-other; *not shown*: it contains both. Of twenty comparisons without any effect, one is shown or
-refuted by chance. All runs are on two cores without a GPU; the real models are SmolLM2-135M and a
-student of 22 of its 30 layers, with 49,152 ids.
+This page lists the project's claims, the measured effects and the verdicts. `python -m
+benchmarks.evidence.page` writes the page from [benchmarks/results](../benchmarks/results). All
+intervals are 95% confidence intervals. Comparisons of runs use Student's t over the differences of
+runs with the same seed; gradients use a bootstrap over answers. *Shown* means that the whole
+interval is on the claimed side. *Refuted* means that the whole interval is on the other side. *Not
+shown* means that the interval contains both sides. About one of twenty comparisons without a real
+effect is shown or refuted by chance. All runs use two cores without a GPU. The real teacher is
+SmolLM2-135M, and the real student has 22 of its 30 layers; the vocabulary has 49,152 ids.
 
 {claims}
 
@@ -32,7 +33,7 @@ student of 22 of its 30 layers, with 49,152 ids.
 FIGURES = """\
 ## Figures without a comparison
 
-Measured once, so that they have no interval:
+These figures have no interval, because each was measured once:
 
 | what | result | command |
 |---|---|---|

@@ -39,24 +39,25 @@ def compare_own_answers(docs: Path) -> Section | None:
     text = f"""\
 ## On a real model: the student's own answers
 
-SmolLM2-135M teaches its cut two tasks, questions of GSM8K and short instructions in the chat
-format: {steps} steps of 4 answers of at most 24 tokens, at a learning rate of 0.0001. The teacher
-writes the answers of fine-tuning and offline distillation at temperature 1, each is used once; the
-student writes those of on-policy distillation. KL(student||teacher) on the student's own answers to
-16 held-out prompts, over all ids. After equal steps the teacher has written or scored equally many
-tokens; at equal FLOPs of the student, which also samples, on-policy distillation has taken
-{steps * 3 // 4} steps. Differences in nats a token:
+SmolLM2-135M teaches a student with 22 of its 30 layers two tasks: questions of GSM8K, and short
+instructions in the chat format. Training takes {steps} steps of 4 answers with at most 24 tokens,
+at a learning rate of 0.0001. For fine-tuning and offline distillation, the teacher writes the
+answers at temperature 1, and each answer is used once. For on-policy distillation, the student
+writes the answers. The table compares KL(student||teacher) on the student's answers to 16 held-out
+prompts, over all ids. After equal steps, the teacher has written or scored an equal number of
+tokens. At equal FLOPs of the student, on-policy distillation has made {steps * 3 // 4} steps,
+because the student also samples. Differences in nats per token:
 
 {effects_table(effects, "nats")}
 
 ![Both KL of every run](evidence-real-methods.png)
 
-Means over seeds, in nats a token:
+Means over seeds, in nats per token:
 
 {format_means(runs)}
 
-There is no run with rewards: neither model gets a question of GSM8K right in 24 tokens, so that
-every reward would be 0, and an instruction has no right answer.
+No run uses rewards. Neither model solves a question of GSM8K in 24 tokens, so every reward would
+be 0, and an instruction has no single correct answer.
 """
     claim = "On a real model, on-policy distillation ends nearest to the teacher on its own answers"
     return Section(claim, effects, text, COMMAND, COST)
@@ -82,13 +83,14 @@ def compare_teacher_answers(_: Path) -> Section | None:
     text = f"""\
 ## On a real model: the teacher's answers
 
-The same runs, KL(teacher||student) on answers of the teacher to the same prompts:
+The table compares KL(teacher||student) of the same runs, on the teacher's answers to the same
+prompts:
 
 {effects_table(effects, "nats")}
 
-KL(student||teacher) on the student's answers is high where the student writes what the teacher
-would not; KL(teacher||student) on the teacher's answers, where the student misses what the teacher
-writes.
+KL(student||teacher) on the student's answers is high if the student writes tokens that the teacher
+finds unlikely. KL(teacher||student) on the teacher's answers is high if the student finds the
+teacher's tokens unlikely.
 """
     claim = "On a real model, on-policy distillation is also nearest on the teacher's answers"
     return Section(claim, effects, text, COMMAND, COST)
@@ -174,24 +176,29 @@ def compare_memory(_: Path) -> Section | None:
     text = f"""\
 ## Memory beside TRL
 
-Peak memory of all processes of a run together, pages that processes share counted once;
-{steps} steps of the runs above, one run each. The last two columns: trainer and teacher at
-the peak. The settings change memory and time, not results: `train.tokens_per_micro_batch = 256`,
-and recomputed activations (`student.gradient_checkpointing`; TRL's default).
+The table has the peak memory of all processes of a run; shared pages count once. Each row is one
+run of {steps} steps, with the settings of the previous section. The last two columns have the
+memory of trainer and teacher at the peak. Two settings change memory and time, but not results:
+`train.tokens_per_micro_batch = 256`, and recomputed activations (`student.gradient_checkpointing`;
+TRL's default).
 
 {format_table(header, rows)}
 
-**Where the trainer's memory goes** (`serial`), in GiB: weights, gradients and AdamW's two moments
-{gib(4 * weights)}; what autograd keeps for the backward pass of {profile["tokens"]} padded tokens
-in a micro-batch {gib(profile["saved"])} (counted by its hooks); Python and the libraries
-{gib(profile["libraries"])}; the rest is a chunk of logits and the gradient of the head. At its end
-the run copies weights and moments, {gib(3 * weights)}, for its checkpoint, which a thread writes
-while training goes on: with small micro-batches or recomputation that copy is the peak, not
-learning. TRL's runs write no checkpoint.
+The trainer's memory (`serial`) has these parts:
 
-With an engine of vLLM the peak is {gib(engine["peak_bytes"])} (`python -m
-benchmarks.evidence.trl_training`): a second copy of the student, vLLM's 1 GiB of prefix cache, and
-two processes more.
+- Weights, gradients and AdamW's two moments: {gib(4 * weights)} GiB.
+- Saved tensors for the backward pass of {profile["tokens"]} padded tokens in a micro-batch:
+  {gib(profile["saved"])} GiB (counted by autograd hooks).
+- Python and the libraries: {gib(profile["libraries"])} GiB.
+- A chunk of logits and the gradient of the head: the remaining memory.
+
+At the end, the run copies weights and moments ({gib(3 * weights)} GiB) for its checkpoint. With
+small micro-batches or recomputation, this copy causes the peak, not learning. TRL's runs write no
+checkpoint.
+
+With a vLLM engine, the peak is {gib(engine["peak_bytes"])} GiB (`python -m
+benchmarks.evidence.trl_training`), because of a second copy of the student, vLLM's prefix cache of
+1 GiB, and two more processes.
 """
     claim = "A run needs at most 0.7 of the memory of TRL's"
     command = "python -m benchmarks.evidence.memory --data train.jsonl"

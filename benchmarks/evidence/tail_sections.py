@@ -62,20 +62,20 @@ def compare_tail_modes(docs: Path) -> Section:
     text = f"""\
 ## On-policy: the tail at a real vocabulary
 
-{steps} steps of {result["prompts"]} answers of {result["tokens"]} tokens; the exact held-out
-KL(student||teacher) at the end, in nats a token. [Tail draws](draws.md) has all losses and the toy
-pair.
+Training takes {steps} steps of {result["prompts"]} answers with {result["tokens"]} tokens. The
+table compares the final exact KL(student||teacher) on held-out prompts, in nats per token. [Tail
+draws](draws.md) has all losses and the toy pair.
 
 {effects_table([*effects, *near_exact], "nats")}
 
-Equal steps are equal seconds here: with draws the loss took {loss:.2f} and a decoding step
-{decoding:.2f} times as long as without ([Tail draws](draws.md)). Draws after half the steps of the
-others:
+Draws do not change the time of a step: the loss took {loss:.2f} times and a decoding step
+{decoding:.2f} times as long as without draws ([Tail draws](draws.md)). The next table compares
+draws after half the steps with the other modes after all steps:
 
 {effects_table(sooner, "nats")}
 
-There is no downstream accuracy: the student gets no question of GSM8K right, before or after, since
-an answer of {result["tokens"]} tokens ends before its result.
+This benchmark has no downstream accuracy: the student solves no question of GSM8K before or after
+training, because answers of {result["tokens"]} tokens end before the result.
 
 ![Held-out KL of each loss](draws-training-real.png)
 """
@@ -105,29 +105,31 @@ def compare_gradients(docs: Path) -> Section | None:
     text = f"""\
 ## The gradient at real checkpoints
 
-Every eighth token of {groups[0]["positions"] // 8} sampled answers; closed form over
-all 49,152 ids (no sampling error). Bias and standard deviation (sd) of one token's gradient in the
-student's logits, over the exact gradient's norm; draws and teacher samples: M = {draws}. A
-standard deviation averages out over tokens; a bias does not. `bucket+sampled`, `sampled`, draws and
-teacher samples have bias 0 at every k.
+This section gives the bias and the standard deviation (sd) of one token's gradient in the student's
+logits, divided by the norm of the exact gradient. The values are computed in closed form over all
+49,152 ids, without sampling error, at every eighth token of {groups[0]["positions"] // 8} sampled
+answers. Draws and teacher samples have M = {draws}. The sd of a mean over tokens falls with the
+number of tokens; the bias does not. `bucket+sampled`, `sampled`, draws and teacher samples have
+bias 0 at every k.
 
 ![Bias and standard deviation by k](evidence-gradients.png)
 
 {effects_table(effects, "bias over the gradient")}
 
-**Where k stops mattering.** The smallest measured k at which the bias (of the modes without
-samples) or the sd (of 8 draws or teacher samples) is at most a quarter, and at most a tenth, of the
-gradient:
+**Necessary k.** The table has the smallest measured k with an error of at most a quarter, and at
+most a tenth, of the gradient. The error is the bias for modes without samples, and the sd for 8
+draws or teacher samples:
 
 {format_needed_k(groups)}
 
-- A larger k buys little where draws are sent: at the same bytes, ids drawn from the tail lower the
-  sd more than head ids do ([Tail draws](draws.md)).
-- Tokens of high entropy decide: for the lowest third of entropy `renormalised` needs k = {low} for
-  a bias of a quarter (reverse), for the highest third k = {high}.
-- The place in the answer (tokens 1 to 16, 33 to 64) changes the figures by less than entropy does.
-- Forward KL with a token that the student sampled is useless here: its sd is tens to thousands of
-  times the gradient, because the student gives tokens that the teacher wants almost no mass.
+- With draws, a larger k helps little: at equal bytes, more draws lower the sd more than more head
+  ids ([Tail draws](draws.md)).
+- Tokens with high entropy need a larger k. For a bias of a quarter (reverse), `renormalised` needs
+  k = {low} at the third of tokens with the lowest entropy, and k = {high} at the third with the
+  highest entropy.
+- The position in the answer (tokens 1 to 16, 33 to 64) has a smaller effect than entropy.
+- Forward KL with a token sampled by the student does not work here: its sd is tens to thousands of
+  times the gradient, because the student gives the teacher's likely tokens almost no mass.
 """
     claim = "The published Top-k gradient is biased at every k; ours is not"
     command = "python -m benchmarks.evidence.gradients --data train.jsonl --trained STUDENT"
@@ -223,8 +225,9 @@ def compare_offline_gap(docs: Path) -> Section:
     text = f"""\
 ## Offline: the gap to all logits
 
-A toy pair of 4,096 ids on GSM8K ([Offline training: measurements](offline.md)); the share of the
-way from the student's first KL to that of the exact loss.
+A toy pair with 4,096 ids learns GSM8K ([Offline training: measurements](offline.md)). The effect is
+the fraction of the gap between the student's initial KL and the KL of the exact loss that a method
+closes.
 
 {effects_table(effects, "share")}
 """

@@ -47,20 +47,21 @@ def compare_anchors(docs: Path) -> Section | None:
     text = f"""\
 ## Anchors in reinforcement learning
 
-A small model that gets about four of ten sums below 100 right learns from rewards for
-{result["steps"]} steps of 64 sums x 8 answers, two and a half times as long as in
-[the first comparison](rl.md), which found no difference at a low learning rate. pass@1 and pass@8:
-the chance of a right answer among 1 and 8, of 16 answers at temperature 1 to 200 unseen sums.
-Differences of pass@1:
+A small model learns sums below 100 from rewards; at the start, it solves about 40% of the sums.
+Training takes {result["steps"]} steps of 64 sums x 8 answers, two and a half times as long as in
+[the first comparison](rl.md), which found no difference at a low learning rate. pass@1 and pass@8
+are the probabilities of a correct answer among 1 and 8 answers, estimated from 16 answers at
+temperature 1 to 200 unseen sums. Differences of pass@1:
 
 ![pass@1 and pass@8 by anchor](evidence-anchors.png)
 
 {effects_table(effects, "pass@1")}
 
-Means over seeds; KL: to the anchor, at the end. From the weak start of sums below 1,000 (7% right)
-no arm learned in these steps. In sums of 1 to 3 digits, each number has 1, 2 or 3 digits, equally
-often; the student gets 28% right before, and no arm learned much: there, a KL keeps pass@8 above
-that without one. With beta 1 a fixed anchor holds the student back; an EMA anchor follows it.
+The table has means over seeds; KL is the final KL to the anchor. Sums below 1,000: the student
+starts with 7% correct answers, and no run learned in these steps. Sums of 1 to 3 digits: each
+number has 1, 2 or 3 digits with equal probability, and the student starts with 28% correct answers.
+No run learned much, but runs with a KL have a higher pass@8 than runs without a KL. With beta 1, a
+fixed anchor limits learning more than an EMA anchor, which follows the student.
 
 {format_arms(runs)}
 """
@@ -104,8 +105,9 @@ def compare_rl_estimators(docs: Path) -> Section:
     text = f"""\
 ## The estimator of RL's KL
 
-Held-out accuracy of the runs of [Reinforcement learning: measurements](rl.md), whose vocabulary of
-257 ids leaves 0.3% of the mass outside a head of 32: there the tail cannot matter.
+The table compares the held-out accuracy of the runs in [Reinforcement learning:
+measurements](rl.md). The vocabulary has 257 ids, and only 0.3% of the mass is outside a head of 32
+ids. Therefore, the choice of the tail has no effect.
 
 {effects_table(effects, "accuracy")}
 """
@@ -133,17 +135,18 @@ def compare_training_methods(docs: Path) -> Section | None:
     text = f"""\
 ## On-policy, offline, fine-tuning, rewards
 
-One student, {result["steps"]} steps of 64 sequences each: fine-tuning on the teacher's answers,
-offline distillation from rows of the same answers, on-policy distillation, rewards. The teacher is
-always right, and answers have at most four tokens. FLOPs of the student: 6 a weight and token, 8
-for a sampled token.
+This section compares four methods with the same student and {result["steps"]} steps of 64
+sequences: fine-tuning on the teacher's answers, offline distillation from rows of the same
+answers, on-policy distillation, and RL from rewards. The teacher is always correct, and answers
+have at most four tokens. The student needs 6 FLOPs per weight and token, and 8 for a sampled token.
 
 ![Accuracy by FLOPs](evidence-methods.png)
 
-Rewards alone (8 sums a step, no KL) do not teach this weak student, and at the higher learning rate
-they ruin it; [the runs with anchors](#anchors-in-reinforcement-learning) start from a better one.
-Lines are medians over seeds, dots the lowest and highest. Differences of the accuracy at the end
-(equal steps; on-policy costs a third more FLOPs of the student):
+RL from rewards (8 sums per step, no KL) does not improve this weak student, and lowers its accuracy
+at the higher learning rate. [The runs with anchors](#anchors-in-reinforcement-learning) start from
+a better student. Lines are medians over seeds; dots are the lowest and highest values. The table
+has differences of the final accuracy after equal steps. On-policy distillation needs a third more
+FLOPs of the student.
 
 {effects_table(effects, "accuracy")}
 """
@@ -170,8 +173,8 @@ def compare_speed(docs: Path) -> Section:
     text = f"""\
 ## Speed beside TRL
 
-Whole runs beside TRL's DistillationTrainer: same models, batch and cores
-([Results](results.md#beside-trl)). `vllm`: an engine of vLLM samples one step ahead.
+This section compares whole runs with TRL's DistillationTrainer, with the same models, batch and
+cores ([Results](results.md#beside-trl)). Our runs use a vLLM engine that samples one step ahead.
 
 {effects_table(effects, "ratio, nats", 2)}
 """
@@ -207,16 +210,16 @@ def compare_service(docs: Path) -> Section | None:
     text = f"""\
 ## The cost of the service
 
-SmolLM2-135M scores answers of GSM8K, 16 head ids and 48 draws a row; turns of the three ways
-alternate, an effect is the mean over rounds. In the process all sequences are one batch as they
-come; the service makes batches of similar lengths, which probably makes it the faster one.
+SmolLM2-135M scores answers of GSM8K with 16 head ids and 48 draws per row. The three variants
+alternate, and an effect is the mean over rounds. The in-process teacher scores all sequences in one
+batch. The service groups sequences of similar lengths, which is probably why the service is faster.
 
 {format_table(["teacher", "tokens/s (median)", "ms of CPU a token"], rows)}
 
 {effects_table(effects, "times the speed in the process")}
 
-A row costs 392 bytes, request and answer together: 40 Mbit/s carry 12,700 rows a second. All logits
-in float16 would be 98,304 bytes: 51 rows a second.
+Request and response together need 392 bytes per row, so 40 Mbit/s transfer 12,700 rows per second.
+All logits in float16 would need 98,304 bytes per row, or 51 rows per second.
 """
     claim = "A teacher service costs less than 5% of the teacher's speed, also over 40 Mbit/s"
     command = "python -m benchmarks.evidence.service_cost --data train.jsonl"

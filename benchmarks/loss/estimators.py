@@ -28,39 +28,45 @@ TAILS: tuple[Tail, ...] = get_args(Tail)
 PAGE = """\
 # Estimators: bias and standard deviation
 
-Made by `python -m benchmarks.loss.estimators`, which sums over every token of a vocabulary of
-{vocabulary} in float64, so these figures have no sampling error. Student logits have a standard
-deviation of 3, the teacher is near the student, samples are on-policy, the head is the top-k of the
-student (reverse KL) or the teacher (forward KL). *Value bias* is |E[estimate] - KL| / KL; *gradient
-bias* is |E[grad] - grad KL| / |grad KL|, norms over the student's logits; *gradient sd* is the root
-mean squared distance of one token's gradient from their mean, over |grad KL|. 0 is below 1e-12.
+`python -m benchmarks.loss.estimators` computes these figures by sums over every token of a
+vocabulary of {vocabulary} ids in float64, without sampling error. The student's logits have a
+standard deviation of 3, and the teacher's logits are near the student's. Samples are on-policy. The
+head is the top-k of the student (reverse KL) or of the teacher (forward KL).
+
+- *Value bias* is |E[estimate] - KL| / KL.
+- *Gradient bias* is |E[grad] - grad KL| / |grad KL|, with norms over the student's logits.
+- *Gradient sd* is the root mean squared distance between one token's gradient and the mean
+  gradient, divided by |grad KL|.
+
+Values below 1e-12 are shown as 0.
 
 ![Gradient bias and standard deviation by tail mode](estimators.png)
 
 ## Summary
 
-A standard deviation averages out over tokens, with the root of their number; a bias does not.
+The standard deviation of a mean over n tokens falls with the square root of n; the bias does not.
 
-- `none` and `bucket` have no variance, and a bias that remains until the head holds nearly all of
+- `none` and `bucket` have no variance, but a bias that remains until the head has nearly all of
   the mass.
-- `bucket+sampled` has no bias at any k, and {published} times the standard
-  deviation of `published`.
-- `sampled` has no bias, and {sampled} times the standard deviation of `bucket+sampled`.
-- `bucket+draws` has no bias, and with one draw a row {draws} times the standard deviation of
-  `bucket+sampled`: its sample is always in the tail, the sampled token only at times. M independent
-  draws divide its standard deviation by the root of M, stratified draws mostly by more. The figures
-  for forward KL hold if the teacher's head is known when the student draws.
-- `bucket+teacher_samples` (here one sample a row; M samples divide its standard deviation by the
-  root of M) needs no token that the student sampled, and has {teacher_samples} times the standard
-  deviation of `bucket+sampled`. It is the mode for stored rows.
+- `bucket+sampled` has no bias at any k. Its standard deviation is {published} times that of
+  `published`.
+- `sampled` has no bias. Its standard deviation is {sampled} times that of `bucket+sampled`.
+- `bucket+draws` has no bias. With one draw per row, its standard deviation is {draws} times that of
+  `bucket+sampled`, because a draw is always in the tail, and the sampled token is not. M
+  independent draws divide the standard deviation by the square root of M; stratified draws usually
+  by more. The figures for forward KL assume that the teacher's head is known at the time of the
+  draw.
+- `bucket+teacher_samples` needs no token sampled by the student; use this mode for stored rows.
+  With one sample per row, its standard deviation is {teacher_samples} times that of
+  `bucket+sampled`. M samples divide the standard deviation by the square root of M.
 
 ## Erratum to the published algorithm
 
-EMA-PG (arXiv 2602.04417) states that the gradient of its Algorithms 1 and 2 is
-unbiased at any k. The value is unbiased. The gradient differs by exactly grad P_S, the gradient of
-the student's mass in the head, for 0 < k < V: plus grad P_S in reverse KL, which moves mass out of
-the head, minus grad P_S in forward KL. In these figures the bias of `published` differs from that
-by at most {head_mass_distance:.0e} of |grad KL|.
+EMA-PG (arXiv 2602.04417) states that the gradient of its Algorithms 1 and 2 is unbiased at any k.
+The value is unbiased, but the gradient is biased for 0 < k < V. The bias is
+exactly the gradient of the student's mass in the head, grad P_S: +grad P_S for reverse KL, which
+moves mass out of the head, and -grad P_S for forward KL. In these figures, the bias of `published`
+equals this formula within {head_mass_distance:.0e} of |grad KL|.
 
 ## Figures
 
