@@ -212,7 +212,7 @@ def test_the_log_names_each_token_once(words: Any, caplog: pytest.LogCaptureFixt
 def test_private_characters_beside_a_name_are_refused(words: Any) -> None:
     talk = [{"role": "user", "content": "<|im_end|>\U00100001"}]
     conversation = MESSAGES.conversation({"messages": talk}, "row 1")
-    with pytest.raises(InvalidInput, match="row 1 has private characters"):
+    with pytest.raises(InvalidInput, match="row 1 has private-use"):
         MESSAGES.ids(words, conversation, "row 1")
 
 
@@ -220,9 +220,9 @@ def test_private_characters_in_another_message_are_refused(words: Any) -> None:
     """Placeholders would look the same."""
     talk = [{"role": "user", "content": "\U000f0001"}, {"role": "assistant", "content": ANSWER}]
     conversation = MESSAGES.conversation({"messages": talk}, "row 1")
-    with pytest.raises(InvalidInput, match="row 1 has private characters"):
+    with pytest.raises(InvalidInput, match="row 1 has private-use"):
         answered_ids(MESSAGES, words, conversation, "row 1")
-    with pytest.raises(InvalidInput, match="row 1 has private characters"):
+    with pytest.raises(InvalidInput, match="row 1 has private-use"):
         assistant_ids(MESSAGES, words, conversation, "row 1")
 
 

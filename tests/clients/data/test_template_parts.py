@@ -108,7 +108,7 @@ def test_an_answer_that_is_stripped_is_refused() -> None:
     """As templates do that remove <think> from every message."""
     thinking = talk(USER, {"role": "assistant", "content": "<think>1</think>\n2 "})
     stripping = FULL.replace("{{ m.content or '' }}", "{{ m.content.split('</think>')[-1] }}")
-    with pytest.raises(InvalidInput, match="leaves out a part of the answer of row 7"):
+    with pytest.raises(InvalidInput, match="drops a part of the answer of row 7"):
         answered_ids(FORM, words_with(stripping), thinking, "row 7")
     answered_ids(FORM, words_with(TRIMMING), thinking, "row 7")
 

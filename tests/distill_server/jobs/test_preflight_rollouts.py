@@ -66,7 +66,7 @@ def test_services_that_do_not_fit(
         (
             {"rollouts__address": service, "rollouts__engine": "vllm"},
             WrongState,
-            "has the engine hf, the job asks for vllm",
+            "has the engine hf, the job requests vllm",
         ),
     ]
     with checking_site(tmp_path) as server:

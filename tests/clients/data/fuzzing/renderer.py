@@ -169,7 +169,7 @@ class Reader:
         if not _has(text.removeprefix(prompt), answer) and not (
             text.startswith(question) and _has(text.removeprefix(question), answer)
         ):
-            raise Refusal("the template leaves out a part of the answer")
+            raise Refusal("the template drops a part of the answer")
         return self.encode(prompt), self.answer(text.removeprefix(prompt), has_template=True)
 
     def all_answers(
