@@ -28,9 +28,9 @@ _MAX_WAITING = 1000
 class EndCommand:
     """The command of `--on-end`, which gets the record of a job as JSON on its standard input.
 
-    It runs in a thread, for one job at a time, at most `seconds`; its output goes to the server's
-    log. It runs without a shell, and no text of a client is among its arguments. Jobs for which a
-    killed server had not run it are not reported later.
+    The command runs in a thread, for one job at a time, for at most `seconds` seconds. Its output
+    goes to the server's log. The command runs without a shell, and its arguments contain no text of
+    a client. If the server is killed, the command is not run later for jobs that have ended.
     """
 
     def __init__(self, command: str, seconds: float = _LIMIT_SECONDS) -> None:

@@ -203,7 +203,7 @@ class Scheduler:
         return has_queue
 
     def rest_seconds(self, job: Job) -> float:
-        """Return for how many seconds a job still rests after a failure; 0 if it does not."""
+        """Return the seconds until the retry of a job after a failure; 0 without a failure."""
         return max(0.0, self._rest_until.get((job.id, job.attempt), 0.0) - time.monotonic())
 
     def _is_resting(self, job: Job) -> bool:

@@ -1,8 +1,8 @@
 """The exceptions that users can see: one class per category, on the server and on the client.
 
-An exception says what is wrong (`message`), where (`field`) and what to do next (`hint`). Servers
-convert it to a gRPC status with `google.rpc.ErrorInfo` in one place (`rpc/statuses.py`); clients
-convert the status back; the CLI prints the exception and exits with its `exit_code`.
+An exception has the fault (`message`), the wrong key or option (`field`) and the remedy (`hint`).
+Servers convert exceptions to gRPC statuses with `google.rpc.ErrorInfo` (`rpc/statuses.py`). Clients
+convert statuses back to exceptions. The CLI prints the exception and exits with its `exit_code`.
 """
 
 from __future__ import annotations

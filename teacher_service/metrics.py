@@ -84,10 +84,10 @@ class TeacherMetrics:
         self._requests.labels(error.code).inc()
 
     def record_forward(self, *, rows: int, fill: float, seconds: float) -> None:
-        """Record one scored batch, or one query of an engine that batches by itself.
+        """Record one scored batch; for an engine with continuous batching, one query.
 
-        `fill` is its number of tokens without padding, or of the tokens in flight, divided by the
-        limit. `seconds` is the time that the engine took.
+        `fill` is the number of tokens without padding (or of tokens in flight), divided by the
+        limit. `seconds` is the time in the engine.
         """
         self._scored_tokens.inc(rows)
         self._batch_fill.observe(fill)

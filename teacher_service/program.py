@@ -107,11 +107,10 @@ class TeacherSettings:
 def run(settings: TeacherSettings) -> None:
     """Load the engine and serve until SIGTERM or SIGINT.
 
-    The port is bound before the engine is loaded: clients that call meanwhile get the progress. A
-    signal during the load ends this process at once, with exit code 0, or 130 for SIGINT.
-
-    Raises SystemExit with code 1 if the engine fails every query; see Dispatcher. Raises
-    InvalidInput if the settings cannot work, and WrongState if the self-test of the engine fails.
+    Binds the port before loading the engine: early calls get the progress. A signal during loading
+    ends this process at once, with exit code 0, or 130 for SIGINT. Raises SystemExit with code 1 if
+    the engine fails every query; see Dispatcher. Raises InvalidInput if the settings are invalid,
+    and WrongState if the self-test of the engine fails.
     """
     redis = open_redis(settings.cache) if settings.cache else None
     metrics = TeacherMetrics()

@@ -247,7 +247,7 @@ class Pages:
         return JSONResponse({"samples": records})
 
     async def preview(self, request: Request) -> Response:
-        """GET /api/jobs/JOB/preview: what the job learns from; null before it has started."""
+        """GET /api/jobs/JOB/preview: the preview of the training data; null before the start."""
         run = self._find_run(request)
         return JSONResponse({"preview": await self.streams.files.call(partial(preview_in, run))})
 

@@ -81,7 +81,7 @@ class Turns:
     """Limits queries over all jobs to half of the event loop's time.
 
     Such a query blocks the loop: a search in ten thousand jobs takes 30 ms. Queries run one at a
-    time, and after each one other tasks get the loop for as long as the query took.
+    time, with a pause after each query that is as long as the query.
     """
 
     def __init__(self) -> None:

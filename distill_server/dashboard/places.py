@@ -45,10 +45,10 @@ class Places:
         }
 
     def describe(self, job: Job) -> Mapping[str, Any]:
-        """Return the `place` of a QUEUED job (from 1), `why` it waits, and `retry_at`.
+        """Return the `place` of a QUEUED job (from 1), the reason `why` it waits, and `retry_at`.
 
-        `retry_at` is the Unix time until which the job rests after a failure, 0 if it does not. A
-        job in another state has none of these keys.
+        `retry_at` is the Unix time of the next try after a failure; 0 without a failure. A job in
+        another state has none of these keys.
         """
         if job.state is not JobState.QUEUED:
             return {}

@@ -1,6 +1,6 @@
 """Checks of a job before it is queued: files, teachers, tokenizers and rollout services.
 
-The job's program makes the same checks when it starts; here they fail at submission instead.
+The trainer repeats these checks at its start; the preflight reports faults at submission.
 """
 
 from __future__ import annotations

@@ -20,13 +20,13 @@ PHASE_CHARS = 200  # a longer phase is cut
 class Attempt:
     """One run of the job's program.
 
-    `retries` counts the automatic retries since the last submit or resume by a user. `from_step` is
-    the step of the checkpoint to start from; None means the newest. `seen_step` is the newest step
-    whose metrics are among the job's events; -1 means no step.
-
-    `waiting_since` is the Unix time since which attempts end through no fault of the job and make
-    no new step; 0 otherwise. `waits_for` names an unreachable service, such as `teacher.address`:
-    the attempt starts when the service answers.
+    - retries: number of automatic retries since the last submit or resume by a user.
+    - from_step: step of the checkpoint to start from; None means the newest checkpoint.
+    - seen_step: newest step with metrics in the job's events; -1 means no step.
+    - waiting_since: Unix time of the first end of an attempt without a fault of the job and without
+      a new step; 0 otherwise.
+    - waits_for: key of an unreachable service, such as `teacher.address`; the attempt starts when
+      the service answers.
     """
 
     number: int

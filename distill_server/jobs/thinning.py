@@ -1,7 +1,7 @@
-"""Thins the old events of long jobs, so that their number has a bound.
+"""Deletes old events of long jobs, to bound the number of events.
 
-The following events of a job are not deleted: the newest NEWEST; changes of the state, the attempt
-or the reason; evaluations; and at most OLDER other steps, those at multiples of a power of two.
+A job keeps its newest NEWEST events, all changes of state, attempt or reason, all evaluations, and
+at most OLDER other steps, at multiples of a power of two.
 """
 
 from __future__ import annotations

@@ -16,15 +16,15 @@ from protos.errors import ExitCode, is_infrastructure
 class Policy:
     """Limits and times of the scheduler. Times are in seconds.
 
-    `retries` is the number of automatic retries of a job whose trainer died, since the job last
-    made a new step. `backoff` is the pause before the first retry; it doubles with each further
-    retry, up to `longest_backoff`. `wait` is the pause before the preflight of a job that waits for
-    a teacher is repeated; it doubles up to `longest_wait`. A job that makes no new step for
-    `give_up_after`, through no fault of its own, is FAILED. `linger` is the time from the end of
-    the last job of a teacher to the teacher's end.
-    `cancel_grace` is the time from a cancel to the kill of the trainer, which writes a checkpoint
-    meanwhile; `cancel_now_grace` is the time without a checkpoint. `poll_every` is the pause
-    between two polls.
+    - retries: automatic retries after the death of a trainer, counted from the last new step.
+    - backoff: pause before the first retry; doubled for each further retry, up to
+      `longest_backoff`.
+    - wait: pause before the preflight of a waiting job is repeated; doubled up to `longest_wait`.
+    - give_up_after: time without a new step after which a waiting job is FAILED.
+    - linger: time from the end of a teacher's last job to the end of the teacher.
+    - cancel_grace: time from a cancel to the kill of the trainer, for its checkpoint.
+    - cancel_now_grace: the same time for a cancel without a checkpoint.
+    - poll_every: pause between two polls.
     """
 
     machine: Machine = ONE_JOB

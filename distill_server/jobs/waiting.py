@@ -70,7 +70,7 @@ class Waits:
     def begin(self, job: Job, attempt: Attempt, *, has_progressed: bool) -> str:
         """Begin the wait of the next attempt of a job and return its phase.
 
-        The pause continues to grow from that of the previous attempt, unless it made progress.
+        Without progress since the previous attempt, the pause grows from the previous pause.
         """
         previous_wait = None if has_progressed else self._waits.get(job.id)
         self._waits[job.id] = wait = self._create_wait(

@@ -1,7 +1,8 @@
 """The audit log of a server: one line of JSON for each request that changes something.
 
-A line is written before the caller gets the answer. It has no text of jobs and no tokens. The file
-is opened for each line, so that it can be moved away at any time."""
+The server writes the line before it answers the caller. A line has no text of jobs and no tokens.
+The file is opened for each line, so it can be moved at any time.
+"""
 
 from __future__ import annotations
 

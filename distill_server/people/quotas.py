@@ -1,7 +1,7 @@
-"""Quotas: how many jobs of an owner run at once, and how many GPUs they hold.
+"""Quotas: limits for an owner's running jobs and their GPUs.
 
-A job above the quota of its owner waits, and so do the owner's jobs behind it, so that small jobs
-cannot delay a large one for ever. Jobs of other owners are not blocked.
+A job above the quota of its owner waits. Later jobs of the same owner also wait, so that small jobs
+cannot delay a large job forever. Jobs of other owners are not blocked.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ ALL_MET = (
 
 @dataclass(frozen=True)
 class StaleJob:
-    """A QUEUED job whose phase is out of date, or that can never start.
+    """A QUEUED job with an outdated phase, or a job that can never start.
 
-    `phase` is the current one. `reason` is why the job cannot start; "" if it waits or can start.
+    `phase` is the current phase. `reason` is the reason why the job can never start; "" otherwise.
     """
 
     job_id: str

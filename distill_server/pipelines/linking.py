@@ -30,11 +30,12 @@ class LinkedJob:
 
 
 def link_job(configs: Sequence[AnyJob], ids: Sequence[str], index: int, find: FindJob) -> LinkedJob:
-    """Link job `number` of those submitted together under `ids` with the others and older jobs.
+    """Replace the job names in config `number` by ids.
 
-    A name means a job above in `configs`, else the job that `find` returns: a job's own name means
-    an older job. Raises NotFound if there is no such job, InvalidInput if it is below, or has no
-    such output, and WrongState if it has failed or was cancelled.
+    `configs` are the jobs of one submission, and `ids` their ids. A name means an earlier job in
+    `configs`, otherwise the job that `find` returns. The name of the job itself means an older job.
+    Raises NotFound if there is no such job, InvalidInput if the job is later in `configs` or has no
+    such output, and WrongState if the job has failed or was cancelled.
     """
     config = configs[index]
 

@@ -1,8 +1,8 @@
-"""Run directories of `distill run`, or of a server whose database is lost, become jobs of a server.
+"""Imports run directories as jobs of a server.
 
-A directory is copied, and then its job is added in one transaction. Until then the copy is listed
-in the table `removals`, so that the next server or import deletes the copy of a killed import, and
-no other directory.
+The directories come from `distill run`, or from a server with a lost database. The import copies a
+directory, and then adds its job in one transaction. Until then, the table `removals` lists the
+copy, so that the next server or import deletes the copy of a killed import, and no other directory.
 """
 
 from __future__ import annotations

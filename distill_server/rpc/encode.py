@@ -56,7 +56,7 @@ def encode_event(event: JobEvent) -> pb.JobEvent:
 def encode_teacher(
     teacher: TeacherProcess, jobs: Sequence[str], load: TeacherLoad | None = None
 ) -> pb.StartedTeacher:
-    """Convert a teacher that the server runs; `jobs` are the active ones that use it."""
+    """Convert a teacher of the server; `jobs` are the active jobs that use the teacher."""
     link = teacher.record.link
     return pb.StartedTeacher(
         key=teacher.key,

@@ -80,11 +80,11 @@ class Streams:
     async def log(
         self, text: str, *, attempt: int, after_offset: int, follow: bool, tail_lines: int
     ) -> AsyncIterator[LogPiece]:
-        """Yield the log of an attempt; `attempt` 0 is the newest one.
+        """Yield the log of an attempt; `attempt` 0 is the newest attempt.
 
-        The log starts at byte `after_offset`, or with `tail_lines` at that many lines before its
-        end. With `follow` the stream stays open until the attempt is over. Raises NotFound if there
-        is no such job or attempt, InvalidInput if the offset is beyond the end of the file.
+        The log starts at byte `after_offset`, or `tail_lines` lines before its end. With `follow`,
+        the stream stays open until the end of the attempt. Raises NotFound if the job or the
+        attempt does not exist, InvalidInput if the offset is beyond the end of the file.
         """
         job = self._store.resolve(text)
         attempt = attempt or job.attempt

@@ -51,10 +51,10 @@ Outcome = Running | Exited | Lost | CancelledInCluster
 
 
 class Runner(Protocol):
-    """Runs attempts in processes that outlive the server.
+    """Runs attempts in processes that continue after the end of the server.
 
-    The scheduler calls all methods in threads, because they read the run directory; it makes one
-    call at a time for each run directory. JobControl calls `stop` at any time.
+    The scheduler calls all methods in threads, because they read the run directory, with one call
+    at a time per run directory. JobControl can call `stop` at any time.
     """
 
     def start(

@@ -111,10 +111,10 @@ class Machine:
             )
 
     def gpus_for(self, teacher: TeacherLink, shares: Sequence[Share]) -> tuple[str, ...] | None:
-        """Return free GPUs for a teacher; `shares` are those in use.
+        """Return free GPUs for a teacher; `shares` are the shares in use.
 
-        None means that GPUs are not divided. Raises LookupError, with what the teacher must wait
-        for, if too few are free.
+        None means that GPUs are not divided. Raises LookupError with the missing resource if too
+        few GPUs are free.
         """
         if self.gpus is None:
             return None
@@ -133,7 +133,10 @@ class Machine:
         return Share(cpus, tuple(self._free_gpus(shares)[: self.gpus_of_job(job)]))
 
     def explain_lack(self, job: AnyJob, shares: Sequence[Share]) -> str:
-        """Return what the job must wait for, "" for nothing. `shares` are those in use."""
+        """Return the missing resource of a job; "" if the job can start.
+
+        `shares` are the shares in use.
+        """
         if sum(share.slots for share in shares) >= self.slots:
             slots = f"all {self.slots} slots are" if self.slots > 1 else "the only slot is"
             return f"{slots} in use"

@@ -30,11 +30,11 @@ from distill_server.runners.trainer_environment import (
 class TrainerOrder:
     """The processes of one attempt.
 
-    Each of the `processes` runs Python with `arguments` and gets `cpus` CPUs and `gpus` GPUs of one
-    node. Each of the `engines`, rollout services beside them, runs Python with `engine_arguments`
-    and gets `cpus` CPUs and `engine_gpus` GPUs of one node. `run` is the path of the run directory.
-    `folder` is the working directory, against which a job's relative paths resolve; a node without
-    it uses the rank's directory.
+    There are `processes` trainer processes: each runs Python with `arguments` and gets `cpus` CPUs
+    and `gpus` GPUs of one node. There are `engines` rollout services: each runs Python with
+    `engine_arguments` and gets `cpus` CPUs and `engine_gpus` GPUs of one node. `run` is the path of
+    the run directory. `folder` is the working directory for the job's relative paths; a node
+    without this directory uses the rank's directory.
     """
 
     run: str

@@ -1,4 +1,4 @@
-"""The environment variables of a trainer: those that it may see, and the tokens of its attempt."""
+"""The environment variables of a trainer: the allowed variables, and the tokens of its attempt."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _REFUSED = frozenset({"VLLM_API_KEY"})
 
 
 def allowed_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a trainer may see; all others, such as tokens, are dropped."""
+    """Return the variables that a trainer may get; others, such as tokens, are dropped."""
     return {
         name: setting
         for name, setting in environment.items()

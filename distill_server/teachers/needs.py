@@ -96,10 +96,10 @@ class TeacherNeeds:
     def check(
         self, job: Job, config: AnyJob, share: Share, shares: Sequence[Share]
     ) -> TeacherReady | TeacherAwaited | NoRoomForTeacher:
-        """Return whether the teacher of a queued job listens; start it if it does not run.
+        """Return whether the teacher of a queued job listens; start the teacher if it does not run.
 
-        `share` is the job's future share of the machine, `shares` are those in use. Raises
-        InvalidInput if its teacher cannot be started.
+        `share` is the job's future share of the machine, `shares` are the shares in use. Raises
+        InvalidInput if the teacher cannot be started.
         """
         if config.started_teacher is None:
             return TeacherReady()

@@ -41,13 +41,16 @@ STATES = ("READY", "LOADING", "RESTING", "STOPPING", "FAILED")
 class TeacherProcess:
     """One teacher: its record on the disk and its state in this server.
 
-    `address` is "" until it listens; until then `stage` is the stage of its start. `since` is the
-    Unix time of its last start or stop. `deaths` counts its ends since it last listened;
-    `rests_until` is the monotonic time of the next start. `used_at` is the monotonic time at which
-    a job last used it or waited for it. `trouble` is the reason of its last end, `failure` the
-    reason why it is not started again; `is_failure_reported` if a job has FAILED with it.
-    `is_inherited`: an earlier server started it, and it has not been polled yet. `task` is the
-    current call that works on it.
+    - address: "" until the teacher listens; until then, `stage` is the stage of the start.
+    - since: Unix time of the last start or stop.
+    - deaths: number of ends since the teacher last listened; `rests_until` is the monotonic time of
+      the next start.
+    - used_at: monotonic time of the last use by a running or waiting job.
+    - trouble: reason of the last end.
+    - failure: reason why the server does not restart the teacher; `is_failure_reported` is True if
+      a job has FAILED with this reason.
+    - is_inherited: True if an earlier server started the teacher, before the first poll.
+    - task: the current call for this teacher.
     """
 
     key: str
@@ -166,9 +169,9 @@ class StartedTeachers:
         return teacher
 
     def start(self, key: str, config: TeacherLink, shares: Sequence[Share]) -> TeacherProcess:
-        """Start a teacher; `shares` are those in use.
+        """Start a teacher; `shares` are the shares in use.
 
-        Raises LookupError, with what it must wait for, if the machine has too little free.
+        Raises LookupError with the missing resource if the machine has too little free.
         """
         running_count = sum(not teacher.failure for teacher in self._teachers.values())
         if running_count >= self._machine.slots:

@@ -139,8 +139,8 @@ class Tokens:
     def scope_of(self, presented: str, *, rollouts: bool = False) -> str | None:
         """Return `JOB.ATTEMPT` of a token derived from one of these tokens, otherwise None.
 
-        `rollouts`: it is one for rollout services, derived from a token of role ADMIN, and not one
-        for teachers. The time does not depend on which part of the tag is wrong.
+        With `rollouts`, the token must be for rollout services and derived from a token of role
+        ADMIN; otherwise, for teachers. The time does not depend on which part of the tag is wrong.
         """
         parts = parts_of(presented)
         if parts is None:

@@ -3,13 +3,14 @@
     scoped.JOB.ATTEMPT.TAG      for teachers
     rollouts.JOB.ATTEMPT.TAG    for rollout services
 
-TAG is the HMAC-SHA256 of the text before it, in hex; the key is derived from the parent token. A
-server that knows the parent token recomputes the tag, so scoped tokens are never stored, and a new
-parent token invalidates all of them.
+TAG is the HMAC-SHA256 of the preceding text, in hex; the key is derived from the parent token. A
+server with the parent token recomputes the tag, so scoped tokens are never stored, and a new parent
+token invalidates all scoped tokens.
 
-The first kind may read a teacher's info, vocabulary and rows, whatever the role of its parent. The
-second kind needs a parent of role admin; it may read a rollout service's info, and sample if its
-attempt is not 0. Neither may do anything else (see `access.py`).
+A token for teachers allows reading a teacher's info, vocabulary and rows, for any role of the
+parent. A token for rollout services needs a parent of role admin; the token allows reading a
+rollout service's info, and sampling if the attempt is not 0. Scoped tokens allow no other calls
+(see `access.py`).
 """
 
 from __future__ import annotations

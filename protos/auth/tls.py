@@ -47,9 +47,9 @@ def client_credentials(
 ) -> grpc.ChannelCredentials:
     """Return the TLS credentials of a client.
 
-    `ca` holds the accepted certificate authorities; None means the public ones. `cert` and `key`
-    identify the client (mTLS). Raises InvalidInput if only one of the two is given, or if a file
-    is unreadable or invalid.
+    `ca` has the accepted certificate authorities; None means the public authorities. `cert` and
+    `key` identify the client (mTLS). Raises InvalidInput if only `cert` or only `key` is given, or
+    if a file is unreadable or invalid.
     """
     fields = ("$DISTILL_TLS_CERT", "$DISTILL_TLS_KEY")
     if (cert is None) != (key is None):

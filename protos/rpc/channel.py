@@ -30,11 +30,11 @@ _DEFAULT_PORTS = {SERVER_TOKEN: 50051, TEACHER_TOKEN: 50052, ROLLOUTS_TOKEN: 500
 
 
 def open_channel(address: str, *, token: str, scope: str = "") -> grpc.Channel:
-    """Return a channel to `address`; it connects on first use.
+    """Return a channel to `address`; the channel connects on first use.
 
-    `token` is the name of the environment variable that holds the token. With a `scope`, such as
-    "preflight", the channel sends a token derived for it, which can only read from teachers or, if
-    `token` is ROLLOUTS_TOKEN, the info of rollout services.
+    `token` is the name of the environment variable with the token. With a `scope`, such as
+    "preflight", the channel sends a token derived for this scope. A derived token allows only
+    reading from teachers or, if `token` is ROLLOUTS_TOKEN, the info of rollout services.
 
     Raises InvalidInput if the address has an unknown scheme or no port, if a file cannot be read,
     or if the token would be sent unencrypted to another machine.

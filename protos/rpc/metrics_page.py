@@ -101,7 +101,7 @@ class MetricsPage:
 def metrics_page(page: MetricsPage, address: tuple[str, int]) -> Iterator[None]:
     """Serve the page at (host, port), on a thread.
 
-    Port 0 is any free port; the log has the one that was taken, once the service starts. Raises
+    Port 0 means any free port; the log has the port after the start of the service. Raises
     InvalidInput if the address cannot be used.
     """
     host, port = address

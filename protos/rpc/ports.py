@@ -12,11 +12,11 @@ _FIRST_PORT = 20_000  # below are well-known services, and the workers of Ray (1
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Return different ports of `host`, "" for all addresses, that no program uses.
+    """Return different free ports of `host`; "" means all addresses.
 
-    The kernel assigns the ports of one range to outgoing connections and to servers that bind
-    port 0, so a port of that range may be taken before the program starts. The returned ports lie
-    outside that range, unless all others are taken. Raises OSError if no port is free.
+    The kernel assigns the ports of one range to outgoing connections and to servers that bind port
+    0, so another program could take such a port before this program starts. The returned ports are
+    outside this range, if possible. Raises OSError if no port is free.
     """
     first_outgoing, last_outgoing = _outgoing_range()
     unreserved_ports = [*range(_FIRST_PORT, first_outgoing), *range(last_outgoing + 1, 65_536)]

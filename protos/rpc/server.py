@@ -40,10 +40,10 @@ class ServerEndpoint:
     insecure: bool = False
 
     def require_usable(self) -> None:
-        """Check the endpoint before the server spends minutes on loading a model.
+        """Check the endpoint before the server loads a model for minutes.
 
         Raises InvalidInput if other machines could call without tokens and TLS, or if the port is
-        taken. `serve` checks the port again when it binds it.
+        taken. `serve` checks the port again when it binds the port.
         """
         if not is_loopback(self.host) and not self.insecure and not (self.tokens and self.tls):
             raise InvalidInput(
@@ -107,16 +107,16 @@ async def serve(
 ) -> signal.Signals | None:
     """Serve until SIGTERM or SIGINT, then give running calls `grace_seconds` seconds to finish.
 
-    Setting `stop` ends the server as a signal does. Returns the first signal; None without one.
+    Setting `stop` also ends the server. Returns the first signal; None without a signal.
 
-    `register` adds the service to the server and returns its full name for health checks.
-    `prepare` is awaited while the server listens and health checks say NOT_SERVING; it should end
-    early when `stop` is set. An error that it raises ends the server and is raised here. Then
-    `on_ready` is called with the bound port, unless the server was stopped. `on_stop` is called
-    when shutdown begins; it should end streams that would not end by themselves.
+    - register: adds the service to the server and returns its full name for health checks.
+    - prepare: awaited while the server listens and health checks return NOT_SERVING; should end
+      early when `stop` is set. An error in `prepare` ends the server and is raised here.
+    - on_ready: called with the bound port after `prepare`, unless the server was stopped.
+    - on_stop: called when shutdown begins; should end streams that would not end by themselves.
 
     Raises InvalidInput if the port is taken, or if other machines could call without tokens and
-    TLS. Must run in the main thread, because it installs signal handlers.
+    TLS. Must run in the main thread, because this function installs signal handlers.
     """
     endpoint.require_usable()
     stop = stop or asyncio.Event()

@@ -161,7 +161,7 @@ def _truncate(text: str) -> str:
 
 
 def sent_fault(error: grpc.RpcError) -> DistillError | None:
-    """Return the error that the server itself sent, on the client; None if gRPC made the status."""
+    """Return the error that the server has sent, for a client; None if gRPC created the status."""
     call: Any = error
     for key, value in call.trailing_metadata() or ():
         if key == _STATUS_DETAILS:

@@ -96,10 +96,10 @@ def address_towards(host: str) -> str:
 
 
 def backoff(failures: int, first: float, longest: float) -> float:
-    """Return the seconds to wait after so many failures in a row (1 or more), with jitter.
+    """Return the seconds to wait after `failures` failures in a row (1 or more), with jitter.
 
-    `first` after the first one, doubled for each further one up to `longest`, times a random number
-    from 0.5 to 1, so that not all clients of a restarted server return at once.
+    The pause is `first` after the first failure, doubled for each further failure up to `longest`,
+    times a random number from 0.5 to 1. The jitter spreads the clients of a restarted server.
     """
     pause = min(longest, first * 2.0 ** min(failures - 1, 30))
     return pause * _jitter.uniform(0.5, 1.0)

@@ -190,8 +190,8 @@ class RedisTier:
     def put(self, entry: StoredRows) -> None:
         """Queue a write and return at once; an existing value is not replaced.
 
-        The entry is dropped if it is larger than 16 MiB, if Redis is being skipped or refuses
-        writes, or if more than 64 MiB wait to be written.
+        The entry is dropped if its size is above 16 MiB, if Redis is skipped or refuses writes, or
+        if more than 64 MiB wait to be written.
         """
         if len(entry.rows) + ENVELOPE_BYTES <= MAX_VALUE_BYTES and self._writable.allows():
             self._queue_change(_Change(entry.key, entry.rows))

@@ -25,7 +25,7 @@ class TierCounts:
 
 
 class Tier(Protocol):
-    """A store of codec bytes, one entry per sequence; it may lose any entry at any time."""
+    """A store of encoded rows, one entry per sequence; entries can be lost at any time."""
 
     name: str
     counts: TierCounts

@@ -102,12 +102,12 @@ def make_plan(
 ) -> CapturePlan:
     """Read all sequences and divide them into files of at most about `file_bytes` bytes.
 
-    The plan is written to `directory`, which is replaced; `read_plan` returns it with the same
-    `key`. The memory that this takes does not grow with the number of sequences. `row_bytes` is the
-    size of one row before compression. A file ends with the sequence that brings it to
-    `file_bytes`. If that makes fewer than 16 files, the sequences are also cut into 16 parts of
-    equal numbers of sequences (or as many as there are sequences). `on_poll` is called every
-    1,000 sequences; an exception that it raises ends the reading.
+    Writes the plan to `directory`, which is replaced; `read_plan` returns the plan for the same
+    `key`. The memory does not grow with the number of sequences. `row_bytes` is the size of one row
+    before compression. A file ends with the sequence that brings its size to `file_bytes`. If the
+    result has fewer than 16 files, the sequences are also divided into 16 equal parts (or one part
+    per sequence). `on_poll` is called every 1,000 sequences; an exception in `on_poll` ends the
+    reading.
     """
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)

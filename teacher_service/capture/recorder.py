@@ -18,9 +18,9 @@ class CaptureStopped(Exception):
 
 
 class Recorder:
-    """Counts count_sequence sequences as steps, and writes a line of metrics about once a second.
+    """Counts sequences as steps, and writes a line of metrics about once per second.
 
-    `phase` is what the progress says meanwhile. `step` starts at the number of sequences in
+    `phase` is the current phase for the progress. `step` starts at the number of sequences in
     complete files.
     """
 

@@ -40,11 +40,12 @@ _CHUNKS_BEFORE_PROCESSES = 8
 class EncodedRecords:
     """The token ids of consecutive records.
 
-    token_ids int32 [n]: of all records, one after the other. lengths, starts int32 [records]: a
-    record's number of tokens, and of those before its first scored one. A record with nothing to
-    score has length 0. images: of each record, as `stored_images` writes them. teacher_prompts: of
-    each record, int32 [P], read by the teacher in place of the tokens before `starts`; empty: the
-    teacher reads those tokens.
+    - token_ids: int32 [n], the ids of all records, concatenated.
+    - lengths: int32 [records], number of tokens; 0 for a record with nothing to score.
+    - starts: int32 [records], number of tokens before the first scored token.
+    - images: for each record, the images in the format of `stored_images`.
+    - teacher_prompts: for each record, int32 [P], the prompt for the teacher in place of the tokens
+      before `starts`; empty if student and teacher have the same prompt.
     """
 
     token_ids: NDArray[np.int32]
@@ -88,7 +89,7 @@ class RecordEncoder:
                 return (self._data.text_column,)
 
     def encode(self, records: Sequence[LocatedRecord]) -> EncodedRecords:
-        """Return the token ids of records. Raises InvalidInput at one that does not fit the form.
+        """Return the token ids of records; raise InvalidInput for a record that does not fit the form.
 
         A record of form `text` is one document, without an end token.
         """
@@ -212,12 +213,13 @@ def load_tokenizer(job: CaptureJob) -> Any:
 def encode_records(
     records: Iterator[LocatedRecord], encoder: RecordEncoder, processes: int | None = None
 ) -> Iterator[EncodedRecords]:
-    """Yield the token ids of all records, in their order, some hundred records at a time.
+    """Yield the token ids of all records in order, in groups of some hundred records.
 
-    `processes`: how many tokenize once there are thousands of records; default: one a core of this
-    process. The memory does not grow with the number of records.
+    `processes` is the number of processes for data sets with thousands of records; default: one per
+    core of this process. The memory does not grow with the number of records.
 
-    Raises what `encode` raises at the first such record, and InternalFault if a process is killed.
+    Raises the error of `encode` for the first invalid record, and InternalFault if a process is
+    killed.
     """
     count = processes or len(os.sched_getaffinity(0))
     chunks = iter(lambda: list(islice(records, _CHUNK_RECORDS)), [])

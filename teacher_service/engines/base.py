@@ -20,10 +20,12 @@ from teacher_service.models.adapters import Adapter
 class EngineLimits:
     """Limits of an engine; the default is an engine that computes every query.
 
-    `max_top_k`: maximum head ids of a row that the engine chooses. `max_chosen_ids`: maximum head
-    ids and draws of a row that a student chooses. None: the vocabulary size. `any_temperature`:
-    False if it scores at temperature 1 only. `tail_samples`: whether it draws tail samples.
-    `any_vocab_size`: False if its rows always cover all its ids, never only the first ones.
+    - max_top_k: maximum head ids of a row if the engine chooses the head.
+    - max_chosen_ids: maximum head ids and draws of a row if the student chooses them; None: the
+      vocabulary size.
+    - any_temperature: False if the engine scores only at temperature 1.
+    - tail_samples: True if the engine draws tail samples.
+    - any_vocab_size: False if the rows always cover all ids of the engine.
     """
 
     max_top_k: int | None = None
@@ -37,13 +39,16 @@ class EngineLimits:
 class ScoringEngineInfo:
     """Identity and limits of an engine; most fields are the reply to GetInfo.
 
-    `vocabulary[i]` is the token with id i ("" for an unused id); it may be shorter than
-    `vocab_size`, the width of the logits. `max_length` is in tokens. `fingerprint` and `version`
-    change with every weight update. `batch_invariant`: the rows of a sequence do not depend on
-    the other sequences in its batch. `adapters`: the fingerprint of the rows with each adapter, by
-    its name. `placeholder`: the token that stands for an image; None: the model reads no images,
-    otherwise the engine is a ImageEngine. `chat_template`: the default one of the tokenizer; "" if
-    it has none; None if that is unknown.
+    - vocabulary: `vocabulary[i]` is the token with id i ("" for an unused id). The list may be
+      shorter than `vocab_size`, the width of the logits.
+    - max_length: in tokens.
+    - fingerprint, version: both change with every weight update.
+    - batch_invariant: True if the rows of a sequence do not depend on the other sequences in its
+      batch.
+    - adapters: the fingerprint of the rows with each adapter, by the adapter's name.
+    - placeholder: the token that represents an image; None if the model does not read images.
+      Otherwise, the engine is an ImageEngine.
+    - chat_template: the default template of the tokenizer; "" if there is none, None if unknown.
     """
 
     model: str
@@ -62,7 +67,7 @@ class ScoringEngineInfo:
     chat_template: str | None = None
 
     def fingerprint_for(self, adapter: str) -> str:
-        """Return the fingerprint of the rows with an adapter; "": without one."""
+        """Return the fingerprint of the rows with an adapter; "" means without an adapter."""
         return self.adapters[adapter] if adapter else self.fingerprint
 
     def with_update(self, update: WeightUpdate) -> ScoringEngineInfo:
@@ -121,11 +126,11 @@ class ScoringEngine(Protocol):
 
 @dataclass(frozen=True)
 class QuerySchedule:
-    """When an engine computes a query.
+    """The order and the step size for one query.
 
-    Of the queries that the engine has not begun, the one with the lowest `number` is next.
-    `step_tokens`: maximum tokens of a step until another query sets it; 0: the engine's own limit.
-    `single`: the sender waits for this query alone.
+    The engine starts the waiting query with the lowest `number` next. `step_tokens` is the maximum
+    number of tokens of a step, until another query sets another maximum; 0 means the engine's
+    limit. `single` is True if the sender has no other query in flight.
     """
 
     number: int = 0

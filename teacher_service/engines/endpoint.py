@@ -1,8 +1,8 @@
 """The endpoint engine: rows from a third-party HTTP server, such as vLLM.
 
-The teacher service stays in front of the server: one cache, one fair queue, one encoding for many
-students. What the server cannot compute is refused, see `EngineLimits`: temperatures other than 1,
-tail samples, and the ids of a student if the server has no way to score them.
+The teacher service adds a cache, a fair queue and the encoding of rows for many students. The
+engine refuses requests that the server cannot compute, see `EngineLimits`: temperatures other than
+1, tail samples, and ids chosen by a student if the server cannot score given ids.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Requests to a server for the log-probs of a prompt, and the rows in its answers.
+"""Requests to a server for the log-probs of a prompt, and the parser of its responses.
 
-vLLM has two ways: `/inference/v1/generate` scores given ids of each row, sent as one array;
-`/v1/completions` returns the k likeliest ids of each row, and the sampled token, as JSON. Other
-servers echo the prompt with log-probs, as OpenAI's `/v1/completions` once did. In all, the head's
-log-probs and the token's come from the server; the tail mass is one minus the head's.
+vLLM has two APIs. `/inference/v1/generate` scores given ids of each row and returns one array.
+`/v1/completions` returns the k likeliest ids of each row and the sampled token, as JSON. Other
+servers echo the prompt with log-probs, as an old version of OpenAI's `/v1/completions` does. In all
+cases, the server returns the log-probs of the head and of the token; the tail mass is one minus the
+mass of the head.
 """
 
 from __future__ import annotations

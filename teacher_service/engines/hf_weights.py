@@ -104,7 +104,7 @@ class HfAdapters:
         self.use("")
 
     def use(self, name: str) -> None:
-        """Make the adapter with this name the active one; "": none."""
+        """Activate the adapter with this name; "" deactivates all adapters."""
         for layer in self._layers:
             layer.enable_adapters(bool(name))
             if name:

@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 class ExpandedQuery(ScoreQuery):
     """A query whose `token_ids` and `start` count every image token; `images` are empty.
 
-    Its rows are those of the query with one placeholder an image: all placeholders are before
-    `start`.
+    The rows equal the rows of the query with one placeholder per image, because all placeholders
+    are before `start`.
     """
 
     pixels: Pixels = field(kw_only=True)
@@ -48,10 +48,10 @@ def expand_query(query: ScoreQuery, reader: ImageReader, max_length: int) -> Exp
 def build_image_inputs(
     queries: Sequence[ScoreQuery], ids: Tensor, reader: ImageReader | None
 ) -> dict[str, Tensor]:
-    """Return the model's inputs for the images of a batch; {} if no query has one.
+    """Return the model's inputs for the images of a batch; {} if no query has an image.
 
-    `ids` [B, T]: the token ids of the queries, padded, on the device of the model. `reader`: the
-    one that read the images.
+    `ids` [B, T] are the padded token ids of the queries, on the device of the model. `reader` is
+    the reader that has decoded the images.
     """
     pixels = [query.pixels for query in queries if isinstance(query, ExpandedQuery)]
     if not pixels or reader is None:

@@ -118,7 +118,7 @@ class VllmProcess:
         return pooled
 
     def add_adapter(self, name: str, number: int, path: Path) -> None:
-        """Load the adapter in the directory `path`. Raises what vLLM raises if it cannot."""
+        """Load the adapter in the directory `path`. Raises the error of vLLM."""
         from vllm.lora.request import LoRARequest
 
         request = LoRARequest(name, number, str(path.absolute()))
@@ -130,7 +130,7 @@ class VllmProcess:
         return self.run(self._llm.collective_rpc(method))[0]
 
     def close(self) -> None:
-        """Stop vLLM's processes. Calling it twice is safe; it also runs at exit."""
+        """Stop vLLM's processes. Further calls have no effect; the function also runs at exit."""
         if not self._closing:
             self._closing = True
             self._watch.close()

@@ -10,13 +10,13 @@ from teacher_service.engines.vllm_wire import PACE
 
 
 class SharingScheduler(Scheduler):  # type: ignore[misc]
-    """Limits the tokens of a step to the limit that the newest request names: short steps.
+    """Schedules short steps: the newest request sets the maximum number of tokens of a step.
 
-    A new single request (its client waits for it alone) waits for the running step, so a short
-    step without one has only half of the tokens. vLLM serves partly computed requests before new
-    ones: single requests come first among them, and the others pause for the step that begins a
-    single request, but never for two steps in a row, so that a long request ends even if single
-    ones always wait.
+    A single request is the only request of a waiting client. A new single request must first wait
+    for the running step, so a step without single requests has only half of the short step's
+    tokens. vLLM computes partly computed requests before new requests. Among these, single requests
+    come first. The other requests pause in the step that begins a single request, but never for two
+    steps in a row, so that long requests always end.
     """
 
     max_num_scheduled_tokens: int

@@ -207,10 +207,10 @@ class _RequestRows:
 
 
 class RowPooler(torch.nn.Module):
-    """A pooler of vLLM that turns hidden states into encoded rows.
+    """A pooler of vLLM that computes encoded rows from hidden states.
 
-    `returns_rows`: False on the ranks whose output vLLM does not read; they still compute their
-    part of the rows. `steps` and `tokens` count the computed steps and their tokens.
+    `returns_rows` is False on ranks whose output vLLM ignores; these ranks also compute their part
+    of the rows. `steps` and `tokens` count the computed steps and their tokens.
     """
 
     def __init__(self, head: Head, *, returns_rows: bool = True) -> None:

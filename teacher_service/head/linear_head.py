@@ -35,9 +35,9 @@ def find_head(model: Any, path: Path) -> HeadTensors:
     """Return the names of the head's tensors; `model` was loaded from `path` to device "meta".
 
     Replaces the head of `model` and the forward method of its body. Raises InvalidInput if the
-    logits are not one linear layer of the hidden states, scaled or capped, if the weight files do
-    not contain the head under a parameter name of the model, or if it is quantised in a way whose
-    exact values are not known.
+    logits are not one linear layer of the hidden states (scaled or capped), if the weight files do
+    not contain the head under a parameter name of the model, or if the quantisation of the head is
+    unknown.
     """
     head = model.get_output_embeddings()
     if not is_linear(head):

@@ -35,9 +35,9 @@ PLAIN = ScaleAndCap()
 
 
 def is_linear(head: Any) -> bool:
-    """Return True if the products of a head are those of its weight and bias, and nothing else.
+    """Return True if the head computes only the product with its weight, plus its bias.
 
-    A subclass may do more: that of Dory has a factor for each id.
+    A subclass may compute more: Dory multiplies by a factor for each id.
     """
     return isinstance(head, torch.nn.Linear) and type(head).forward is torch.nn.Linear.forward
 
@@ -46,12 +46,12 @@ def is_linear(head: Any) -> bool:
 def probe_head(
     model: Any, *, device: torch.device | None = None, max_tokens: int = _PROBE_TOKENS
 ) -> ScaleAndCap | None:
-    """Return how `model` makes its logits from the products of its head and its last states.
+    """Return the scale and the cap that `model` applies to the products of its head.
 
-    Runs the model on up to `max_tokens` tokens, with values in place of the output of its head: a
-    comparison of real logits would miss a cap that only affects large ones. None if the model does
-    anything else than scale and cap its products, or scale its states. `device`: of the token ids,
-    if it is not that of the head.
+    Runs the model on up to `max_tokens` tokens, with chosen values in place of the output of its
+    head, because real logits can be too small to show a cap. Returns None if the model does
+    anything except scaling and capping products, or scaling hidden states. `device` is the device
+    of the token ids, if it differs from the device of the head.
     """
     head = model.get_output_embeddings()
     count = min(_PROBE_TOKENS, max_tokens)

@@ -25,10 +25,11 @@ _CACHE_BYTES = 4 << 20
 class ScoredRows:
     """Rows as tensors; log-probs are float32, in nats, over the full vocabulary.
 
-    head_ids int64 [N, K]; head_logprobs [N, K]; tail_logmass [N]; token_logprobs [N]. With tail
-    samples also sample_ids int64 [N, M] and sample_logprob [N], the mean log-prob of a row's
-    samples; otherwise both are None. draw_logprobs [N, D]: of the ids that the student drew, or
-    None.
+    - head_ids: int64 [N, K]
+    - head_logprobs [N, K], tail_logmass [N], token_logprobs [N]
+    - sample_ids: int64 [N, M], the tail samples; None without tail samples
+    - sample_logprob: [N], mean log-prob of a row's samples; None without tail samples
+    - draw_logprobs: [N, D], log-probs of the ids drawn by the student; None without draws
     """
 
     head_ids: Tensor

@@ -28,9 +28,10 @@ class Vocabulary:
         return top_ids(logits, count)
 
     def take_(self, logits: Tensor, ids: Tensor, removed: int) -> tuple[Tensor, Tensor]:
-        """Return the logits [n, c] of `ids` [n, c], and the largest logit [n] of the others.
+        """Return the logits [n, c] of `ids` [n, c], and the largest logit [n] of all other ids.
 
-        The others are all but the first `removed` ids of a row, whose logits become -inf.
+        Sets the logits of the first `removed` ids of a row to -inf; the other ids include the
+        remaining columns of `ids`.
         """
         values = logits.gather(-1, ids)
         return values, logits.scatter_(-1, ids[:, :removed], -torch.inf).amax(-1)

@@ -1,10 +1,10 @@
-"""A vocabulary divided over processes: each has the head's weights of its ids, and their logits.
+"""A vocabulary divided over processes: each process has the head's weights and logits of its ids.
 
-The processes exchange a few numbers of a row, never its logits: candidates of the top-k, the chosen
-logits with the largest of the others, the mass of the rest, and the places of draws. Each computes
-the same rows from them, so that an error in a row is the same error in every process.
+The processes exchange only a few numbers per row, not all logits: candidates of the top-k, the
+chosen logits, the largest other logit, the tail mass, and the positions of draws. Each process
+computes the same rows from these numbers, so an invalid row raises the same error in every process.
 
-Shapes: n rows, W ids of a shard, M draws per row, R ranks.
+Shapes: n rows, W ids of a shard, M draws per row.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _MULTIPLE = 64
 class VocabularyShard(Vocabulary):
     """The ids [first, first + width) of a vocabulary of `size` ids, for `rank` of `ranks`.
 
-    Every rank has `width` columns of logits; those behind the last id, and those that a request
-    leaves out, are -inf. Methods that take logits are collective: all ranks of `group`, a process
-    group of torch.distributed, call them in the same order with the same ids.
+    Every rank has `width` columns of logits. Columns after the last id, and columns that a request
+    excludes, are -inf. Methods that take logits are collective: all ranks of the torch.distributed
+    process group `group` call these methods in the same order with the same ids.
     """
 
     size: int
@@ -98,8 +98,8 @@ class VocabularyShard(Vocabulary):
     def draw(self, weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ids [n, M] that `uniforms` select, and their weights [n, M].
 
-        The ids are those that one process would draw from the weights of all ranks, but for a level
-        within a rounding of float64 of the border of two ids.
+        The ids equal the draws of one process from the weights of all ranks, except for uniforms
+        within a float64 rounding error of the border between two ids.
         """
         running = running_sums(weights)
         mass = running[:, -1:]

@@ -1,8 +1,8 @@
-"""`POST /inference/v1/generate` of vLLM 0.32: the log-probs of ids that the client chose, by row.
+"""`POST /inference/v1/generate` of vLLM 0.32: log-probs of ids that the client chooses per row.
 
-Row i of `prompt_logprob_token_ids` [n, m] has ids to score as token `prompt_logprob_start` + i + 1;
-there are as many rows as tokens from there on. An id may be in a row twice. The answer has their
-log-probs as one array, float32 [n, m], in numpy's format and base64.
+Row i of `prompt_logprob_token_ids` [n, m] has the ids to score at the position of token
+`prompt_logprob_start` + i + 1; the rows end with the last token. An id may be repeated in a row.
+The response has the log-probs as one array, float32 [n, m], in numpy's format and base64.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ class _ChosenIdsFields(Fields):
 
 @dataclass(frozen=True)
 class ChosenIds:
-    """A request for the log-probs of given ids: the first of each row as head id, others as draws.
+    """A request for the log-probs of given ids, one or more per row.
 
-    Head ids must differ; draws need not.
+    The first ids of each row are head ids, and must differ. The other ids are draws, and can
+    repeat.
     """
 
     queries: Sequence[ScoreQuery]

@@ -78,10 +78,10 @@ def format_logprobs(values: NDArray[np.floating[Any]]) -> tuple[Part, ...]:
 
 
 def join_parts(shape: tuple[int, ...], parts: Sequence[Part]) -> bytes:
-    """Return the text of entries [*shape], in order; each is made of the parts, in order.
+    """Return the text of entries [*shape], in order; each entry is the concatenation of its parts.
 
-    A part is an array of characters, uint8 [..., width], and a mask of those to keep, so numbers of
-    different lengths cost one selection in numpy, and no Python object per number.
+    A part is an array of characters, uint8 [..., width], and a mask of the characters to keep. One
+    selection in numpy joins numbers of different lengths, without a Python object per number.
     """
     chars = _concatenate_columns(shape, [part.chars for part in parts], parts)
     mask = _concatenate_columns(shape, [part.mask for part in parts], parts)

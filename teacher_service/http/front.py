@@ -48,9 +48,9 @@ class LoadingApp:
 
 @dataclass(frozen=True)
 class HttpFront:
-    """The settings of the front: its port, 0 for any free one, and the TLS files.
+    """The settings of the HTTP API: its port (0 for any free port) and the TLS files.
 
-    Address and tokens are those of the gRPC port; so are the TLS files.
+    Address, tokens and TLS files equal those of the gRPC port.
     """
 
     port: int

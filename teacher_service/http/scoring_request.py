@@ -89,9 +89,9 @@ def require_temperature(value: float | None, field: str) -> None:
 
 
 def find_adapter(name: str | None, info: ScoringEngineInfo) -> str:
-    """Return the adapter that a request names as its model; "": the model itself, or none named.
+    """Return the adapter that a request names as its model; "" for the model without an adapter.
 
-    Raises NotFound for the name of another model.
+    Raises NotFound for an unknown name.
     """
     if name in (None, info.model):
         return ""
@@ -164,11 +164,11 @@ def build_query(
     draw_ids: NDArray[np.int32] | None = None,
     adapter: str = "",
 ) -> ScoreQuery:
-    """Return the query of a sequence, checked as a gRPC request is; its log-probs are float32.
+    """Return the query of a sequence, checked as a gRPC request; its log-probs are float32.
 
-    `head_ids` [n, k] and `draw_ids` [n, M] are those of ScoreQuery; without `head_ids`, the head
-    are the teacher's `top_k` ids. `names` maps the fields of the gRPC request to those of this one.
-    Raises InvalidInput, naming the field.
+    `head_ids` [n, k] and `draw_ids` [n, M] are the fields of ScoreQuery; without `head_ids`, the
+    head has the teacher's `top_k` ids. `names` maps the field names of the gRPC request to the
+    names in this request. Raises InvalidInput with the field.
     """
     message = teacher_pb2.ScoreRequest(
         token_ids=token_ids.tobytes(),

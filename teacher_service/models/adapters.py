@@ -1,7 +1,7 @@
-"""Adapters (LoRA, arXiv 2106.09685) of a teacher: checked before the model is loaded.
+"""Adapters (LoRA, arXiv 2106.09685) of a teacher, checked before the model is loaded.
 
-A request names an adapter; its rows are then those of the model with the adapter merged into the
-weights. The head and the embeddings stay those of the model, because the engines have one head.
+The rows of a request with an adapter equal the rows of the model with the adapter merged into its
+weights. Adapters of head and embeddings are not supported, because the engines have one head.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Adapter:
 def read_adapters(options: Sequence[str]) -> tuple[Adapter, ...]:
     """Return the adapters of `options`, each NAME=DIR.
 
-    Raises InvalidInput (--adapter) for a name that is given twice, and for a directory that has no
-    adapter in peft's format or one that adds more to a model than low-rank products to layers
-    between embeddings and head.
+    Raises InvalidInput (--adapter) for a repeated name, for a directory without an adapter in
+    peft's format, and for an adapter that changes anything except linear layers between embeddings
+    and head.
     """
     adapters = tuple(_read_adapter(option) for option in options)
     names = [adapter.name for adapter in adapters]

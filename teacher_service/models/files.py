@@ -47,8 +47,8 @@ def model_directory(model: str) -> Path:
     """Return the local directory of `model`, a path or hub id; download a hub id if needed.
 
     Raises InvalidInput with field --model if there is no such model, if files are missing, if the
-    weights are not .safetensors, if the model needs Python code of its own, or if it has an
-    adapter beside its weights.
+    weights are not .safetensors, if the model needs custom Python code, or if the directory has an
+    adapter beside the weights.
     """
     path = Path(model).expanduser()
     if not path.exists() and _HUB_ID.fullmatch(model):
@@ -110,11 +110,12 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def file_facts(path: Path, digests: FileDigests) -> dict[str, object]:
-    """Return the part of the fingerprint that comes from the files; `digests`: of the weights.
+    """Return the part of the fingerprint that the files of the model determine.
 
-    It contains the sha256 of each weight file, and the config without the entries that cannot
-    change a logit. Files of the tokenizer are not in it, because a teacher gets token ids; the
-    engines add the vocabulary. Waits for the digests. Raises InvalidInput if a file is malformed.
+    `digests` has the digests of the weights; this function waits for them. The result has the
+    sha256 of each weight file, and the config without entries that cannot change a logit. Files of
+    the tokenizer are excluded, because a teacher gets token ids; the engines add the vocabulary.
+    Raises InvalidInput if a file is malformed.
     """
     config = _strip_irrelevant(read_object(path / "config.json", "--model"))
     return {"scheme": _SCHEME, "files": digests.by_name(), "config": config}

@@ -82,7 +82,7 @@ def write_failure(file: Path, reason: str) -> None:
 
 
 def read_failure(file: Path) -> str:
-    """Return what `write_failure` has written; "" if it was not called."""
+    """Return the text of `write_failure`; "" if there was no failure."""
     with suppress(OSError):
         text = file.read_text()
         return text.removeprefix(_FAILED) if text.startswith(_FAILED) else ""

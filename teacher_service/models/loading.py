@@ -80,13 +80,13 @@ def load_model(
 ) -> Any:
     """Load the model on the CPU; with device "meta", without the values of its weights.
 
-    `with_images`: load a model of images and text that is no causal language model of transformers
-    by itself, too. `memory`: divide the layers over these devices; what does not fit is read from
-    the files in each forward pass.
+    With `with_images`, also load a vision-language model that is not a causal language model of
+    transformers. With `memory`, divide the layers over these devices; each forward pass reads the
+    remaining layers from the files.
 
-    Raises InvalidInput with field --dtype if the dtype is unknown, and with field --model if the
-    model cannot be loaded, the files lack some of its weights, or transformers leaves out a tensor,
-    such as scales, that belongs to a weight.
+    Raises InvalidInput with field --dtype if the dtype is unknown. Raises InvalidInput with field
+    --model if the model cannot be loaded, if the files lack weights, or if transformers ignores a
+    tensor of a weight, such as its scales.
     """
     _check_dtype(dtype)
     try:
@@ -116,9 +116,9 @@ def load_model(
 def load_skeleton(path: Path, *, dtype: str) -> Any:
     """Build the model on device "meta", without the values of its weights.
 
-    The layers of a quantised model are plain ones here, so that the packages that compute with its
-    weights are not needed; the files are then not compared with the model. Raises InvalidInput as
-    `load_model` does.
+    Layers of a quantised model are built as plain layers, so the packages for quantised layers are
+    not needed, and the files are not compared with the model. Raises InvalidInput as `load_model`
+    does.
     """
     if quantisation_of(path, "--model") is None:
         return load_model(path, dtype=dtype, device="meta")

@@ -9,13 +9,13 @@ MAX_ANSWER_BYTES = 512 << 20
 
 
 class AnswerBudget:
-    """Bytes of the answers that are computed or wait for their clients, over all streams.
+    """Limit of the bytes of all answers in this process, computed or waiting for clients.
 
-    A stream may take more while its own answers have fewer bytes than are free (dynamic thresholds,
-    Choudhury and Hahne 1998): one stream gets half of the budget, n equal streams 1/(n + 1) of it
-    each, and a new stream always finds some. A stream without answers always has room for one
-    request, so that no stream starves. The process therefore holds at most `max_bytes` and one
-    answer per stream. Use it from one event loop.
+    A stream may use more bytes while its answers have fewer bytes than the free part (dynamic
+    thresholds, Choudhury and Hahne 1998). One stream gets half of the budget, and each of n equal
+    streams gets 1/(n + 1) of the budget, so a new stream always finds free bytes. A stream without
+    answers can always hold one request. Therefore, the process holds at most `max_bytes` and one
+    answer per stream. Use this class from one event loop.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:

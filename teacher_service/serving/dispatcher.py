@@ -27,14 +27,13 @@ _MAX_DECODED = 16
 
 
 class Dispatcher(ABC):
-    """Takes queries in the order of a FairQueue and gives them to the engine.
+    """Sends queries to the engine, in the order of a FairQueue.
 
-    The engine is broken if it has failed `max_failures` times in a row; the subclass says what a
-    failure is. Waiting and further queries then get Unavailable, `broken` is True, and
-    `on_broken` is called.
+    The engine is broken after `max_failures` failures in a row; the subclass defines a failure.
+    Then waiting and new queries get Unavailable, `broken` is True, and `on_broken` is called.
 
-    It is an async context manager: entering starts a task, leaving stops it and cancels waiting
-    queries. Use it from one event loop.
+    A dispatcher is an async context manager: entering starts a task; leaving stops the task and
+    cancels waiting queries. Use this class from one event loop.
     """
 
     def __init__(

@@ -26,9 +26,9 @@ class EngineAnswer:
 class Sender:
     """One client's stream of queries; senders take turns, see FairQueue.
 
-    The queries of a background sender wait until no other query waits. `queries_in_engine`: number
-    of its queries that the engine has. `sends_singly`: neither its previous query nor its current
-    one was in flight together with another of its queries.
+    Queries of a background sender wait until no other query waits. `queries_in_engine` is the
+    number of the sender's queries in the engine. `sends_singly` is True if the sender's previous
+    and current query were each the only query in flight.
     """
 
     def __init__(self, *, is_background: bool = False) -> None:
@@ -73,11 +73,11 @@ class QueuedQuery:
 
 
 class FairQueue:
-    """Orders queries by start-time fair queueing, by tokens (Goyal et al. 1996).
+    """Orders queries by start-time fair queueing, in tokens (Goyal et al. 1996).
 
-    A query waits for those of its own sender, and for as many tokens of each other sender, not for
-    all earlier queries. Senders with the same turn, as all have at first, are served in order of
-    arrival, and a query is computed completely, however long it is. Use it from one event loop; any
+    A query waits for earlier queries of its sender, and for an equal number of tokens of each other
+    sender. Senders with the same turn are served in order of arrival; all senders start with the
+    same turn. The engine computes each query completely. Use this class from one event loop; any
     thread may read `tokens`.
     """
 
@@ -125,15 +125,16 @@ class FairQueue:
         entry.sender.remove_query()
 
     def peek(self) -> QueuedQuery | None:
-        """Return the query whose turn is next, without taking it; None if none waits."""
+        """Return the next query by turn, without removing it; None if the queue is empty."""
         while self._heap and self._heap[0].answer.done():
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
 
     def take(self, tokens: int) -> list[QueuedQuery]:
-        """Take queries in the order of their turns until they have so many tokens.
+        """Take queries in the order of their turns, until their tokens reach the limit.
 
-        Takes at least one if any waits. `put_back` those that the engine does not get.
+        Takes at least one query if any waits. Call `put_back` for queries that the engine does not
+        get.
         """
         entries: list[QueuedQuery] = []
         while self._heap and tokens > 0:

@@ -1,4 +1,4 @@
-"""Feeds queries to an engine that batches by itself, so that it never waits for a batch to end."""
+"""Feeds queries to an engine with continuous batching."""
 
 from __future__ import annotations
 
@@ -32,21 +32,19 @@ _MIN_STEP_FRACTION = 1 / 16
 
 
 class Feeder(Dispatcher):
-    """Keeps about four steps of tokens in the engine, and answers each query as soon as it ends.
+    """Keeps about four steps of tokens in the engine, and answers each query when it ends.
 
-    The queries in flight have the tokens of four steps of the engine, without padding, and at most
-    one query more, so that a full step is ready whenever one ends, however long the queries are.
-    A sender without a query in flight does not wait for a place: the engine gets its query at once,
-    with a turn before those of the queries that the engine has not begun. So the query of a light
-    client is in the next step, however long the queue of one heavy client is; with several heavy
-    clients, turns are by tokens.
+    The queries in flight have the tokens of four steps of the engine, without padding, plus at most
+    one query. Therefore a full step is always ready. The query of a sender without queries in
+    flight goes to the engine at once, and comes before all queries that the engine has not begun.
+    Therefore the query of a client with few queries is in the next step, even if another client has
+    a long queue. Several busy clients take turns by tokens.
 
-    A full step may take much longer than such a query alone. So steps are short while one client
-    sends one query at a time and other clients send many, and for one more second: as long as its
-    query, and the step before it half as long; see SharingScheduler for vLLM.
+    A full step can take much longer than a single query. Therefore steps are short while one client
+    sends one query at a time and other clients send many, and for one more second. A short step has
+    the tokens of the single query, and the step before has half as many; see SharingScheduler.
 
-    The engine has failed if it raised for a query twice, and for a short probe as well, so that the
-    query is not the cause.
+    The engine has failed if a query fails twice and a short probe query fails too.
     """
 
     def __init__(self, engine: ContinuousEngine, **options: Any) -> None:

@@ -88,10 +88,10 @@ async def log_progress(progress: LoadProgress) -> None:
 
 
 async def run_in_thread(work: Callable[[], _T], stop: asyncio.Event) -> _T | None:
-    """Run `work` in a thread and return its result; None if `stop` is set before or as it ends.
+    """Run `work` in a thread and return its result; None if `stop` is set before the end of `work`.
 
-    The thread is a daemon: a program that is stopped does not wait for it. An error of `work` is
-    raised here.
+    The thread is a daemon, so a program can stop without waiting for the thread. An error of `work`
+    is raised here.
     """
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[_T] = loop.create_future()

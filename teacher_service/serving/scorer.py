@@ -37,9 +37,9 @@ class _Flight:
 
 
 class RowScorer:
-    """Scores queries through the cache. Equal queries that are in flight together are scored once.
+    """Scores queries through the cache; equal queries in flight are scored once.
 
-    With `cache` None, no rows are kept. Use it from one event loop.
+    With `cache` None, rows are not cached. Use this class from one event loop.
     """
 
     def __init__(self, dispatcher: Dispatcher, cache: RowCache | None) -> None:

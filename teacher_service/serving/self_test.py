@@ -1,7 +1,7 @@
 """The self-test at startup: checks that the engine returns consistent rows on this machine.
 
-It compares rows of the engine with each other. It cannot detect weights that were read wrongly,
-such as a quantised head without its scales: the engines refuse those when they load the model.
+The test compares rows of the engine with each other. Therefore the test cannot detect wrong
+weights, such as a quantised head without its scales; the engines refuse such models during loading.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _LENGTH, _TOP_K = 8, 32
 
 
 def run_self_test(engine: ScoringEngine) -> float:
-    """Score a short sequence alone, again, in a batch with longer ones, and at its own token ids.
+    """Score a short sequence twice alone, in a batch with longer ones, and at its own token ids.
 
-    Returns the largest difference in nats between two scorings of a token. Raises WrongState if it
-    exceeds rounding (for a batch-invariant engine: if it is not 0), if a row depends on tokens
-    after its own (the model is not causal), if a token's log-prob differs from the head log-prob at
-    its id, or if the probabilities of a row do not sum to 1.
+    Returns the largest difference in nats between two scorings of a token. Raises WrongState in
+    these cases: the difference exceeds rounding (for a batch-invariant engine: is not 0), a row
+    depends on later tokens (the model is not causal), a token's log-prob differs from the head
+    log-prob of the same id, or the probabilities of a row do not sum to 1.
     """
     info = engine.info
     rng = np.random.default_rng(0)

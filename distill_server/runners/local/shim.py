@@ -1,15 +1,15 @@
-"""A small process between server and trainer, which outlives the server and records the exit code.
+"""A process between server and trainer that outlives the server and records the exit code.
 
     python -m distill_server.runners.local.shim LOG_FILE GRACE_SECONDS [--rank DIRECTORY] -- argv...
 
-Beside the log, the shim writes shim.json (its own and the trainer's process), every second touches
-`heartbeat` and, if they have changed, writes the processes of the attempt to processes.json, and at
-the end writes exit.json (the exit code). On SIGTERM it sends SIGTERM to the
-trainer's process group, and SIGKILL after the grace period. On SIGQUIT, or if a newer attempt has
-started, it sends SIGKILL.
+The shim writes these files beside the log: shim.json (the processes of shim and trainer),
+`heartbeat` (touched every second), processes.json (the processes of the attempt, after each change)
+and exit.json (the exit code, at the end). On SIGTERM, the shim sends SIGTERM to the trainer's
+process group, and SIGKILL after the grace period. On SIGQUIT, or after the start of a newer
+attempt, the shim sends SIGKILL.
 
-With --rank, it is one of several shims of an attempt: its files go to DIRECTORY, and it kills its
-process when the other end of its stdin is closed.
+With --rank, the shim is one of several shims of an attempt: it writes its files to DIRECTORY, and
+kills its process when the other end of its stdin is closed.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def supervise(
 ) -> int | None:
     """Run `argv` to its end as the shim in this process, and return its exit code.
 
-    -N means that signal N killed it; None: the attempt of `directory` is claimed, so nothing was
-    started. `grace_seconds` is called when SIGTERM comes. `is_owned`: also kill `argv` when the
-    other end of stdin is closed.
+    -N means that signal N killed the process. None means that another process has claimed the
+    attempt of `directory`, so nothing was started. `grace_seconds` is called on SIGTERM. With
+    `is_owned`, `argv` is also killed when the other end of stdin is closed.
     """
     # Blocked signals stay pending until sigtimedwait. Handlers would race with the waits.
     signal.pthread_sigmask(signal.SIG_BLOCK, {*_WATCHED, signal.SIGHUP, signal.SIGINT})

@@ -1,8 +1,9 @@
 """Keeps the rollout services of an attempt running on a cluster, and lists their addresses.
 
-A service whose process ends is started again. A service whose node is lost is placed again, on the
-same node when it returns or on another one with enough resources; the trainer's processes continue
-meanwhile. Does not import Ray: `driver.py` passes a function that places an actor.
+If the process of a service ends, the service is started again. If its node is lost, the service is
+placed again, on the same node after its return or on another node with enough resources. The
+trainer's processes continue. This module does not import Ray: `driver.py` passes a function that
+places an actor.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def test_a_dropped_part_is_refused_by_name(name: str, part: str) -> None:
         # transformers passes the reasoning under both of its names.
         keys = {"reasoning", "thinking"} if part in ("reasoning", "thinking") else {part}
         dropping = template_of(name, {**PARTS, **dict.fromkeys(keys, rest)})
-    with pytest.raises(InvalidInput, match=f"leaves out {re.escape(error_name)} of row 7"):
+    with pytest.raises(InvalidInput, match=f"drops {re.escape(error_name)} of row 7"):
         use(dropping, messages, tools=part == "tools")
 
 

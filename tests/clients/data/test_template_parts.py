@@ -86,7 +86,7 @@ def test_a_part_that_is_left_out_is_refused_by_name(
     parts = TemplateParts(FORM, words_with(template))
     assert parts.has_new(conversation)
     for _ in range(2):  # also when it is asked again
-        with pytest.raises(InvalidInput, match=f"leaves out {part} of row 7"):
+        with pytest.raises(InvalidInput, match=f"drops {part} of row 7"):
             parts.check(conversation, "row 7")
     whole = TemplateParts(FORM, words_with(FULL))
     whole.check(conversation, "row 7")
