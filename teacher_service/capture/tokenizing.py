@@ -89,9 +89,10 @@ class RecordEncoder:
                 return (self._data.text_column,)
 
     def encode(self, records: Sequence[LocatedRecord]) -> EncodedRecords:
-        """Return the token ids of records; raise InvalidInput for a record that does not fit the form.
+        """Return the token ids of records.
 
-        A record of form `text` is one document, without an end token.
+        A record of form `text` is one document, without an end token. Raises InvalidInput for a
+        record that does not fit the form.
         """
         encode_record: Callable[[str, Mapping[str, Any]], tuple[list[int], list[int]]]
         match self._data.form:
