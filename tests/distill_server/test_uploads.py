@@ -107,7 +107,7 @@ def test_a_part_that_is_early_or_comes_twice(uploads: Uploads) -> None:
 
 def test_wrong_bytes_are_never_kept(uploads: Uploads, tmp_path: Path) -> None:
     uploads.begin([upload_file()])
-    with pytest.raises(InvalidInput, match="more bytes than the file has"):
+    with pytest.raises(InvalidInput, match="the part has more bytes than the file"):
         uploads.receive(digest(CONTENT), 0, CONTENT + b"x")
     with pytest.raises(Corrupt, match="does not match its checksum"):
         uploads.receive(digest(CONTENT), 0, bytes(1000))

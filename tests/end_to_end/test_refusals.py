@@ -114,7 +114,7 @@ CASES = {
     ),
     "no teacher": Refusal(
         {"teacher.address": "127.0.0.1:1"},
-        ("teacher.address: ", "no teacher answers at 127.0.0.1:1", "start one"),
+        ("teacher.address: ", "no teacher answers at 127.0.0.1:1", "start a teacher"),
         ExitCode.UNREACHABLE,
     ),
     "k > max": Refusal(
@@ -122,7 +122,7 @@ CASES = {
     ),
     "too long": Refusal(
         {"method.max_new_tokens": "4096"},
-        ("method.max_new_tokens: ", "teacher reads at most 2048", "lower it"),
+        ("method.max_new_tokens: ", "teacher reads at most 2048", "lower the value"),
     ),
     "no column": Refusal(
         {"data.path": "{root}/data.jsonl"},

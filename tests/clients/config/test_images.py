@@ -111,7 +111,7 @@ def test_images_of_a_record(value: object, expected: tuple[str | bytes, ...]) ->
 
 @pytest.mark.parametrize("value", ["data:image/png;base64," + "A" * 5000, ["https://x.org/1.png"]])
 def test_addresses_are_refused(value: object) -> None:
-    with pytest.raises(InvalidInput, match="addresses are not read") as caught:
+    with pytest.raises(InvalidInput, match="web addresses are not supported") as caught:
         images_of({"image": value}, "image", "row 1")
     assert len(str(caught.value)) < 300
 

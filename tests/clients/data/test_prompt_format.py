@@ -121,8 +121,8 @@ def test_a_message_of_tool_calls_needs_no_text() -> None:
         ({"m": TALK, "tools": {}}, "the column 'tools' of row 1 is not a list of tools"),
         ({"m": TALK, "tools": '""'}, "the column 'tools' of row 1 is not a list of tools"),
         ({"m": [*TALK, CALLING | {"tool_calls": 5}]}, "has tool_calls that are not a list"),
-        ({"m": [*TALK, CALLING | {"tool_calls": {"function": 1}}]}, "no list of objects"),
-        ({"m": [*TALK, CALLING | {"tool_calls": ["f()"]}]}, "no list of objects"),
+        ({"m": [*TALK, CALLING | {"tool_calls": {"function": 1}}]}, "not a list of objects"),
+        ({"m": [*TALK, CALLING | {"tool_calls": ["f()"]}]}, "not a list of objects"),
     ],
 )
 def test_records_without_a_conversation(record: Any, problem: str) -> None:

@@ -98,7 +98,7 @@ def test_gpus_that_the_machine_does_not_have(
         for visible_devices, gpu_count in (("", 0), ("4,7", 2)):
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible_devices)
             with pytest.raises(
-                InvalidInput, match=f"there are {gpu_count} GPUs; .* 2 more"
+                InvalidInput, match=f"the machine has {gpu_count} GPUs, .* 2 more"
             ) as exc_info:
                 server.submit(config)
             assert exc_info.value.field == "rollouts.gpus"

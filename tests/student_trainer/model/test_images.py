@@ -244,7 +244,7 @@ def test_a_file_that_changes_is_noticed(reader: ImageReader, tmp_path: Path) -> 
     from student_trainer.data import images
 
     images._load_encoded.cache_clear()
-    with pytest.raises(Corrupt, match="is not the one that the job"):
+    with pytest.raises(Corrupt, match="has changed since the job"):
         prompt.images.load_encoded()
 
 
@@ -354,7 +354,7 @@ def test_a_student_that_does_not_see_is_refused(kind: str, tmp_path: Path) -> No
             weight.data.zero_()
     model.save_pretrained(path)
     config = StudentConfig(model=str(path))
-    with pytest.raises(InvalidInput, match="images do not change what"):
+    with pytest.raises(InvalidInput, match="images do not change the output of"):
         load_model(config, images=load_image_reader(config))
 
 

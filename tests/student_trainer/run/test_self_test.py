@@ -110,7 +110,7 @@ def test_a_student_that_sees_later_tokens_is_refused() -> None:
 def test_weights_that_are_not_finite_are_refused() -> None:
     model = tiny.model()
     model.model.layers[0].mlp.up_proj.weight.data[0, 0] = torch.nan
-    with pytest.raises(InvalidInput, match="its logits are not finite"):
+    with pytest.raises(InvalidInput, match="the logits are not finite"):
         run(model)
 
 

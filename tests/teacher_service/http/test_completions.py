@@ -110,7 +110,7 @@ SIX = list(range(6))
 @pytest.mark.parametrize(
     ("changed", "field", "words"),
     [
-        ({"max_tokens": 2}, "max_tokens", "generates none"),
+        ({"max_tokens": 2}, "max_tokens", "generates no tokens"),
         ({"max_tokens": None}, "max_tokens", "it is absent"),
         ({"temperature": 0.7}, "temperature", "temperature 1"),
         ({"temperature": -1}, "temperature", "temperature 1"),

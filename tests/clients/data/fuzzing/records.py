@@ -216,10 +216,10 @@ def _read_tools(value: Any) -> Any:
     try:
         listed = json.loads(value) if isinstance(value, str) else value
         if not isinstance(listed, list):
-            raise Refusal("no list of tools")
+            raise Refusal("not a list of tools")
         tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in listed]
     except ValueError as error:
-        raise Refusal("no list of tools") from error
+        raise Refusal("not a list of tools") from error
     if not all(isinstance(tool, dict) for tool in tools):
         raise Refusal("no tools")
     return tools or None
