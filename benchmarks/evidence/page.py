@@ -37,14 +37,14 @@ These figures have no interval, because each was measured once:
 
 | what | result | command |
 |---|---|---|
-| sums, 0.24 M teaches a damaged 0.11 M | right answers 24.8% -> 99.4% | `make demo` |
-| the same without a teacher, from rewards | right answers 29% -> 74% | `make demo-rl` |
-| a search engine, unseen people | right answers 0% -> 100% | `make demo-search` |
+| sums, 0.24 M teaches a damaged 0.11 M | correct answers 24.8% -> 99.4% | `make demo` |
+| the same without a teacher, from rewards | correct answers 29% -> 74% | `make demo-rl` |
+| a search engine, unseen people | correct answers 0% -> 100% | `make demo-search` |
 {demo_real}
 | memory of the loss, 151,936 ids | 81 MiB; logits 3,525 | `python -m benchmarks.loss` |
-| noise of a token's gradient, real pair, 64 ids a row | sd 0.38; without draws 3.46 | {draws} |
+| sd of a token's gradient, real pair, 64 ids per row | sd 0.38; without draws 3.46 | {draws} |
 | held-out KL of each loss, toy pair | [Tail draws](draws.md#training-the-toy-pair) | {draws} |
-| bytes of a row, k = 64 | 280; JSON as vLLM sends 4,595 | `python -m benchmarks.wire` |
+| bytes of a row, k = 64 | 280; vLLM's JSON: 4,595 | `python -m benchmarks.wire` |
 
 The run of `make demo-real`: loss and KL by step, on-policy.
 
@@ -76,8 +76,8 @@ def format_demo_real() -> str:
     result = load_result("demo_real")
     kl = {student["name"]: student["kl"] for student in result["students"]}
     return (
-        f"| SmolLM2-135M teaches its cut on GSM8K, {result['seconds'] / 60:.0f} minutes in all | "
-        f"exact KL {kl['student before']:.2f} -> {kl['on-policy']:.2f} on-policy, "
+        f"| SmolLM2-135M teaches 22 of its layers on GSM8K, {result['seconds'] / 60:.0f} minutes |"
+        f" exact KL {kl['student before']:.2f} -> {kl['on-policy']:.2f} on-policy, "
         f"{kl['offline']:.2f} offline | `make demo-real DATA=train.jsonl` |"
     )
 

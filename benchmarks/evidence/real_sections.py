@@ -20,7 +20,7 @@ from benchmarks.evidence.real_methods import BEFORE, METHODS, TASKS
 from benchmarks.shared.pages import format_table
 
 COMMAND = "python -m benchmarks.evidence.real_methods --data train.jsonl"
-COST = "2 minutes of a core a run"
+COST = "2 core-minutes per run"
 
 
 def compare_own_answers(docs: Path) -> Section | None:
@@ -59,7 +59,7 @@ Means over seeds, in nats per token:
 No run uses rewards. Neither model solves a question of GSM8K in 24 tokens, so every reward would
 be 0, and an instruction has no single correct answer.
 """
-    claim = "On a real model, on-policy distillation ends nearest to the teacher on its own answers"
+    claim = "On a real model, on-policy distillation has the lowest KL on the student's answers"
     return Section(claim, effects, text, COMMAND, COST)
 
 
@@ -92,7 +92,9 @@ KL(student||teacher) on the student's answers is high if the student writes toke
 finds unlikely. KL(teacher||student) on the teacher's answers is high if the student finds the
 teacher's tokens unlikely.
 """
-    claim = "On a real model, on-policy distillation is also nearest on the teacher's answers"
+    claim = (
+        "On a real model, on-policy distillation also has the lowest KL on the teacher's answers"
+    )
     return Section(claim, effects, text, COMMAND, COST)
 
 
@@ -200,9 +202,9 @@ With a vLLM engine, the peak is {gib(engine["peak_bytes"])} GiB (`python -m
 benchmarks.evidence.trl_training`), because of a second copy of the student, vLLM's prefix cache of
 1 GiB, and two more processes.
 """
-    claim = "A run needs at most 0.7 of the memory of TRL's"
+    claim = "A run needs at most 0.7 times the memory of TRL"
     command = "python -m benchmarks.evidence.memory --data train.jsonl"
-    return Section(claim, effects, text, command, "2 minutes a run")
+    return Section(claim, effects, text, command, "2 minutes per run")
 
 
 def gib(count: float) -> str:

@@ -81,9 +81,10 @@ training, because answers of {result["tokens"]} tokens end before the result.
 """
     command = "python -m benchmarks.draws.training --data train.jsonl --pair real"
     claim = (
-        "At 64 ids a row, draws train better than every other tail mode, and nearly as all logits"
+        "At 64 ids per row, draws train better than every other tail mode, and nearly as well as"
+        " all logits"
     )
-    return Section(claim, [*effects, *near_exact], text, command, "3 minutes a run")
+    return Section(claim, [*effects, *near_exact], text, command, "3 minutes per run")
 
 
 def compare_gradients(docs: Path) -> Section | None:
@@ -210,7 +211,7 @@ held-out KL(teacher||student) a token, in nats ({before:.2f} before).
 """
     claim = "Offline, tail samples train better than cutting the tail, and nearly as all logits"
     command = "python -m benchmarks.evidence.offline_k --data train.jsonl"
-    return Section(claim, [*effects, *exact], text, command, "2 to 4 minutes a run")
+    return Section(claim, [*effects, *exact], text, command, "2 to 4 minutes per run")
 
 
 def compare_offline_gap(docs: Path) -> Section:
@@ -231,5 +232,7 @@ closes.
 
 {effects_table(effects, "share")}
 """
-    claim = "Offline rows of 55 bytes a token close nearly all of the gap to training on all logits"
+    claim = (
+        "Offline rows of 55 bytes per token close nearly all of the gap to training on all logits"
+    )
     return Section(claim, effects, text, "make bench-offline DATA=train.jsonl", "15 minutes")

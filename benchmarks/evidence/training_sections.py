@@ -65,9 +65,9 @@ fixed anchor limits learning more than an EMA anchor, which follows the student.
 
 {format_arms(runs)}
 """
-    claim = "In RL, an EMA anchor ends above a fixed one and above none (EMA-PG's claim)"
+    claim = "In RL, an EMA anchor ends above a fixed anchor and above no anchor (EMA-PG's claim)"
     command = "python -m benchmarks.evidence.anchors"
-    return Section(claim, effects, text, command, "1 minute a run")
+    return Section(claim, effects, text, command, "1 minute per run")
 
 
 def format_arms(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -153,7 +153,9 @@ FLOPs of the student.
     claim = (
         "On-policy distillation ends above fine-tuning and offline distillation on short answers"
     )
-    return Section(claim, effects, text, "python -m benchmarks.evidence.methods", "1 minute a run")
+    return Section(
+        claim, effects, text, "python -m benchmarks.evidence.methods", "1 minute per run"
+    )
 
 
 def compare_speed(docs: Path) -> Section:
@@ -179,8 +181,8 @@ cores ([Results](results.md#beside-trl)). Our runs use a vLLM engine that sample
 {effects_table(effects, "ratio, nats", 2)}
 """
     command = "make bench-trl DATA=train.jsonl"
-    claim = "A step is 1.3 times as fast as TRL's at equal KL"
-    return Section(claim, effects, text, command, "6 minutes a run")
+    claim = "A step is 1.3 times as fast as a step of TRL at equal KL"
+    return Section(claim, effects, text, command, "6 minutes per run")
 
 
 def compare_service(docs: Path) -> Section | None:
