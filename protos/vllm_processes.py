@@ -57,10 +57,11 @@ def set_environment() -> None:
 def executor(processes: int) -> str | None:
     """Return vLLM's `distributed_executor_backend` for `processes` workers; None: vLLM's choice.
 
-    A single worker runs in the process of vLLM's scheduler. On a CPU vLLM would start a process for
-    it, and the scheduler would wait for that process in a loop that takes a core from the worker.
-    vLLM does so for OpenMP's variables, which `set_environment` and `--threads` set. The class is
-    given by its name: vLLM replaces "uni" on a CPU.
+    A single worker runs in the process of vLLM's scheduler. On a CPU, vLLM would by default start a
+    separate process for the worker, and the scheduler would wait for that process in a busy loop,
+    which takes a core from the worker. The separate process would only set OpenMP's variables, which
+    `set_environment` and `--threads` set. The class is given by its name, because vLLM replaces
+    "uni" on a CPU.
     """
     return "vllm.v1.executor.uniproc_executor.UniProcExecutor" if processes == 1 else None
 

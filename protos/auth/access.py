@@ -128,7 +128,7 @@ class Tokens:
         return matching_role
 
     def caller_in(self, metadata: Any) -> Caller:
-        """Return who makes a call that was admitted, by the bearer token in its metadata."""
+        """Return the caller of an admitted call, from the bearer token in its metadata."""
         token = _bearer_token(metadata)
         role = None if token is None else self.role_of(token)
         if token is None or role is None:

@@ -1,1 +1,1 @@
-"""What every program does at its start: options, version, interrupts, logging."""
+"""The start of a program: options, version, interrupts, logging."""

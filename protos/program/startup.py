@@ -1,4 +1,4 @@
-"""What a program does before it imports its packages: Ctrl-C, checks, threads, exit codes."""
+"""The start of a program before the import of its packages: Ctrl-C, checks, threads, exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows in the `prompt_logprobs` of vLLM: one dict a position, of token ids and log-probs."""
+"""Parses the `prompt_logprobs` of vLLM: one dict of token ids and log-probs per position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The frame of every gRPC server: endpoint, access control, health, and graceful shutdown."""
+"""The common part of every gRPC server: endpoint, access control, health, and graceful shutdown."""
 
 from __future__ import annotations
 

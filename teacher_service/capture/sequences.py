@@ -20,9 +20,10 @@ from teacher_service.capture.tokenizing import LocatedRecord, RecordEncoder, enc
 class CaptureSequence:
     """A sequence of tokens, int32 [T]; positions from `start` (>= 1) on are scored.
 
-    images: of its prompt, as `stored_images` writes them; each has one placeholder in the tokens.
-    teacher_prompt: int32 [P], read by the teacher in place of the tokens before `start`; empty: the
-    teacher reads those tokens.
+    - images: the images of the prompt, in the format of `stored_images`; each image has one
+      placeholder in the tokens.
+    - teacher_prompt: int32 [P], the prompt for the teacher in place of the tokens before `start`;
+      empty if student and teacher have the same prompt.
     """
 
     token_ids: NDArray[np.int32]
@@ -45,11 +46,11 @@ class CaptureSequence:
 
 
 class SequenceReader:
-    """An iterable of the sequences of a data set; iterate over it once.
+    """An iterable of the sequences of a data set; iterate only once.
 
-    Three counters grow while iterating: `records`, those that were read; `too_long`, the sequences
-    left out because they have more than `max_tokens` tokens, and `empty`, the records left out
-    because they have nothing to score.
+    Three counters grow during the iteration: `records` (records read), `too_long` (sequences
+    skipped because of more than `max_tokens` tokens), and `empty` (records skipped because they
+    have nothing to score).
     """
 
     def __init__(

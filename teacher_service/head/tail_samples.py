@@ -98,7 +98,10 @@ def running_sums(weights: Tensor) -> Tensor:
 
 
 def levels_of(shares: Tensor, total: Tensor) -> Tensor:
-    """Return the levels [n, M] below the totals [n, 1] at `shares` [n, M] of them, in [0, 1]."""
+    """Return the levels [n, M] = `shares` * `totals`, strictly below `totals` [n, 1].
+
+    `shares` are in [0, 1].
+    """
     return level_below(shares * total, total)
 
 

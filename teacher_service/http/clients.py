@@ -1,4 +1,4 @@
-"""The clients of the HTTP front: their share of the engine and of the answer budget."""
+"""The clients of the HTTP API: their share of the engine and of the answer budget."""
 
 from __future__ import annotations
 

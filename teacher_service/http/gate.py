@@ -1,7 +1,7 @@
-"""Access control in front of the HTTP application.
+"""Access control of the HTTP API.
 
-The token comes as `Authorization: Bearer TOKEN`. The clients of TRL and ms-swift send no
-header of their own, but they send the user and password of a URL: `http://any:TOKEN@host:port` is
+The token is in the header `Authorization: Bearer TOKEN`. The clients of TRL and ms-swift cannot
+send this header, but they send the user and password of a URL, so `http://any:TOKEN@host:port` is
 accepted too.
 """
 

@@ -111,10 +111,11 @@ def refuse(field: str, message: str, hint: str = "") -> NoReturn:
 
 
 def read_token_lists(value: Any, field: str) -> list[tuple[str, NDArray[np.int32]]]:
-    """Return the sequences of a field that is a list of token ids, or a list of such lists.
+    """Return the sequences of a field with a list of token ids, or with a list of such lists.
 
-    Each comes with its name for errors. Raises InvalidInput for text, for more than MAX_SEQUENCES
-    and for what is not an integer; `build_query` checks the range of the ids.
+    Each sequence has its name for error messages. Raises InvalidInput for text, for values that are
+    not integers, and for more than MAX_SEQUENCES sequences; `build_query` checks the range of the
+    ids.
     """
     if not isinstance(value, list) or not value or isinstance(value[0], str):
         refuse(field, "must be a list of token ids, or a list of such lists", "send token ids")

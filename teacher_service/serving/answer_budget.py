@@ -45,7 +45,7 @@ class BudgetShare:
         return not self.bytes or self.bytes < free
 
     def take(self, size: int) -> None:
-        """Count `size` bytes more."""
+        """Add `size` bytes to the share."""
         self.bytes += size
         self._budget._used += size
 
