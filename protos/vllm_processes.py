@@ -59,9 +59,9 @@ def executor(processes: int) -> str | None:
 
     A single worker runs in the process of vLLM's scheduler. On a CPU, vLLM would by default start a
     separate process for the worker, and the scheduler would wait for that process in a busy loop,
-    which takes a core from the worker. The separate process would only set OpenMP's variables, which
-    `set_environment` and `--threads` set. The class is given by its name, because vLLM replaces
-    "uni" on a CPU.
+    which takes a core from the worker. The separate process would only set OpenMP's variables,
+    which `set_environment` and `--threads` set. The class is given by its name, because vLLM
+    replaces "uni" on a CPU.
     """
     return "vllm.v1.executor.uniproc_executor.UniProcExecutor" if processes == 1 else None
 
