@@ -114,7 +114,7 @@ def test_what_cannot_be_sent_is_told_in_one_sentence(working_directory: Path) ->
     assert refusal_of(config).startswith(f"data.path: {folder}/link is no regular file")
     (folder / "link").unlink()
     write_files(folder, "a\nb")
-    assert "cannot be sent under this name; rename it" in refusal_of(config)
+    assert "cannot be sent under this name; rename the file" in refusal_of(config)
     (folder / "a\nb").unlink()
     (folder / os.fsdecode(b"\xff")).write_text("")
     assert "cannot be sent under this name" in refusal_of(config)

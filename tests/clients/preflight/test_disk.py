@@ -41,7 +41,7 @@ def test_versions_of_the_weights_need_room(site: Path) -> None:
         check_space(make_config(site, lag=LAG), site / "run")
     assert caught.value.field == "rollouts.lag"
     assert f"and 10 versions of the weights of {version / 1e9:.3g} GB" in caught.value.message
-    assert caught.value.hint.startswith("lower it, free disk space, or enlarge /dev/shm")
+    assert caught.value.hint.startswith("lower the value, free disk space, or enlarge /dev/shm")
     check_space(
         make_config(site, lag=LAG), site / "run", here=False
     )  # a cluster node has its own memory disk

@@ -30,7 +30,7 @@ def test_the_commands(server: Server, client: DistillClient, capsys: Capture) ->
     long_job = client.submit(job_config("long", max_steps=10_000))
     waiting = [client.submit(job_config(f"waiting-{n}")) for n in range(2)]
     assert distill("rm", long_job.id, "--yes") == ExitCode.WRONG_STATE
-    assert "cannot be removed; cancel it" in capsys.readouterr().err
+    assert "cannot be removed; cancel the job" in capsys.readouterr().err
     assert distill("cancel", "--all", "--state", "QUEUED", "--older-than", "1d") == 0
     assert capsys.readouterr().err == "no jobs\n"
     assert distill("cancel", "--state", "QUEUED") == 0

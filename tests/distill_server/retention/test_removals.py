@@ -85,7 +85,7 @@ def test_what_is_refused(server: SmallServer) -> None:
         server, make_capture_job("rows"), make_offline_job("last", "@rows/store")
     )
     server.look()
-    with pytest.raises(WrongState, match=r"is PREPARING and cannot be removed; cancel it"):
+    with pytest.raises(WrongState, match=r"is PREPARING and cannot be removed; cancel the job"):
         removals_of(server).remove(capture_job.id)
     (server.runs / capture_job.id / "store").mkdir()
     end_job(server, capture_job)

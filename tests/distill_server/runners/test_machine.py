@@ -226,7 +226,7 @@ def test_engines_need_gpus_of_their_own(tmp_path: Path) -> None:
         ) as exc_info:
             submit(server, rollouts=rollouts, train={"processes": 6})
         assert exc_info.value.field == "resources.gpus"
-        too_few = "asks for 4 GPUs, its 4 processes and its rollout engines need 8"
+        too_few = "requests 4 GPUs, but its 4 processes and its rollout engines need 8"
         with pytest.raises(InvalidInput, match=too_few) as exc_info:
             submit(server, rollouts=rollouts, train=train, resources={"gpus": 4})
         assert (exc_info.value.field, bool(exc_info.value.hint)) == ("resources.gpus", True)
