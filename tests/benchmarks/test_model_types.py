@@ -51,6 +51,7 @@ def test_a_type_that_works(name: str, head: str) -> None:
         ("gemma4_text", "works", "works"),
         ("lfm3", "works, one sequence a line", "works"),
         ("falcon", "works", "works"),
+        pytest.param("bamba", "works, one sequence a line", "works", marks=pytest.mark.slow),
         ("blt", "the self-test of the student failed: sampling fails", "works"),
     ],
 )
