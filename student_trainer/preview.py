@@ -101,7 +101,7 @@ def preview_of(
         ]
     warnings = [*warnings, schedule_warning(config.train, config.max_steps)]
     ends = end_ids(load_generation_config(config.student), tokenizer)
-    facts = [("student", config.student.model)]
+    facts = [("student model", config.student.model)]
     if config.samples:
         facts.append(("sampled", f"at most {config.method.max_new_tokens} tokens an answer"))
     if data is not None:

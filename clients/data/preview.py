@@ -196,8 +196,12 @@ def build_preview(
         fate = ", so the job will fail" if is_too_many else ""
         place = f"{name}: " if len(sizes) > 1 else ""
         faults.append(f"{place}{sentence}{fate}: {describe_counts(reasons)}")
-    faults += [f"no token stands for a {part} in {n:,} {of_all}" for part, n in lost.items()]
-    faults += [f"a {part} is learned in {n:,} {of_all}" for part, n in wrong.items()]
+    faults += [f"a {part} is missing from the input in {n:,} {of_all}" for part, n in lost.items()]
+    faults += [
+        f"a {part} is learned in {n:,} {of_all}; check the roles in the data and the parts that the"
+        " chat template marks with {% generation %}"
+        for part, n in wrong.items()
+    ]
     faults += [
         f"the text {name!r} in {n:,} {of_all} is read as these characters, not as the control"
         ' token; if it should be the token, set "special": false for it in tokenizer.json'
@@ -205,14 +209,14 @@ def build_preview(
     ]
     if endless and are_ended:
         faults.append(
-            f"{endless:,} of {answers:,} learned answers do not end with an end token: the student"
-            " does not learn to stop"
+            f"{endless:,} of {answers:,} learned parts do not end with an end token: the student"
+            " does not learn to stop there; check the chat template"
         )
     counts = [("records", f"{len(lengths):,} of {records:,} are used")]
     if lengths:
         middle, high = np.percentile(lengths, [50, 95])
-        spread = f"median {middle:,.0f}, 95% at most {high:,.0f}, longest {max(lengths):,}"
-        counts.append(("tokens a record", spread))
+        spread = f"median {middle:,.0f}, 95th percentile {high:,.0f}, longest {max(lengths):,}"
+        counts.append(("tokens per record", spread))
     if learned:
         counts.append(("learned", f"{learned / sum(lengths):.0%} of the tokens"))
     named_ends = ", ".join(f"{text} (id {token_id})" for token_id, text in ends.items())

@@ -165,7 +165,7 @@ def test_offline(material: tiny.Material, tmp_path: Path) -> None:
         f"student: {words.decode(ids[:start])}[{words.decode(ids[start:])}]"
     ]
     assert len(preview.records) == 2
-    assert "1 of 12 learned answers do not end with an end token" in preview.warnings[0]
+    assert "1 of 12 learned parts do not end with an end token" in preview.warnings[0]
 
 
 def test_all_answers_and_flags(chat_job: MakeJob) -> None:
@@ -183,7 +183,8 @@ def test_a_wrong_mask_is_seen(chat_job: MakeJob) -> None:
     )
     preview = preview_of(chat_job(template, talk("1+1=", "2"), method__train_on="all"))
     assert texts(preview) == ["student: U[1+1=<|end|>]"]
-    assert preview.warnings == ("a user message is learned in 9 of 9 records",)
+    (warning,) = preview.warnings
+    assert warning.startswith("a user message is learned in 9 of 9 records; check the roles")
 
 
 def test_a_missing_end_token_is_seen(chat_job: MakeJob) -> None:
@@ -191,7 +192,7 @@ def test_a_missing_end_token_is_seen(chat_job: MakeJob) -> None:
     template = MARKED.replace("{% endgeneration %}<|end|>", "{% endgeneration %}")
     preview = preview_of(chat_job(template, talk("1+1=", "2", "2+2=", "4"), method__train_on="all"))
     assert texts(preview) == ["student: U1+1=A[2]U2+2=A[4<|end|>]"]
-    assert "9 of 18 learned answers do not end with an end token" in preview.warnings[0]
+    assert "9 of 18 learned parts do not end with an end token" in preview.warnings[0]
 
 
 def test_a_system_message_that_is_left_out_is_seen(chat_job: MakeJob) -> None:
@@ -211,7 +212,7 @@ def test_arguments_of_a_tool_call_that_are_left_out_are_seen(chat_job: MakeJob) 
     preview = preview_of(chat_job(template, messages))
     assert texts(preview) == ["student: U1+1=A[SUA<|end|>]"]
     assert preview.records[0].lost == (("tool call", "42"),)
-    assert "no token stands for a tool call in 9 of 9 records" in preview.warnings
+    assert "a tool call is missing from the input in 9 of 9 records" in preview.warnings
 
 
 def test_a_control_token_inside_an_answer_is_seen(chat_job: MakeJob) -> None:

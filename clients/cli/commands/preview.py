@@ -28,6 +28,12 @@ _STYLES = {
 }
 # Without colours.
 _BRACKETS = {"learned": "[]", "end": "[]", "sampled": "<>", "hidden": "()"}
+_LEGEND = (
+    ("context", "read, not learned"),
+    ("learned", "learned"),
+    ("end", "learned end of an answer"),
+    ("sampled", "written by the student"),
+)
 
 
 def preview(
@@ -42,7 +48,8 @@ def preview(
     """Show the training input of a job, token by token, before training.
 
     The command reads records as the training program does. It shows the input of the student and of
-    the teacher: trained tokens, context, end tokens, and text without a token. It counts the
+    the teacher, if the job has one: learned tokens, context, end tokens, and text that is missing
+    from the input. It exits with 0 also if it finds that the job would fail. It counts the
     skipped records of each data set, in a sample of 1,000. No teacher and no GPU is needed.
     """
     from clients.cli.plots.preview_page import preview_page
@@ -86,8 +93,11 @@ def _print_preview(preview: Preview, output: Output) -> None:
     is_colored = console.color_system is not None and output.color
     for warning in preview.warnings:
         console.print(Text(f"! {warning}", style="bold red"))
+    if not preview.warnings:
+        console.print(Text("no problem found", style="green"))
     for name, text in preview.facts:
         console.print(Text(f"{name}: {text}", style="bright_black"))
+    console.print(_legend_text(is_colored=is_colored))
     for record in preview.records:
         console.print()
         console.print(Text(record.where, style="bold"), Text(record.problem, style="bold red"))
@@ -95,7 +105,19 @@ def _print_preview(preview: Preview, output: Output) -> None:
             console.print(Text(view.counts, style="bright_black"))
             console.print(_tokens_text(view, is_colored=is_colored))
         for part, text in record.lost:
-            console.print(Text(f"no token for the {part}: ", style="red"), Text(text, "strike"))
+            label = f"missing from the input, {part}:"
+            console.print(Text(label, style="red"), Text(text, "strike"))
+
+
+def _legend_text(*, is_colored: bool) -> Text:
+    from rich.text import Text
+
+    legend = Text("text as it is tokenized: ", "bright_black")
+    for kind, label in _LEGEND:
+        brackets = "" if is_colored else _BRACKETS.get(kind, "")
+        style = _STYLES[kind][0] if is_colored else ""
+        legend.append(f"{brackets[:1]}{label}{brackets[1:]}", style).append("  ")
+    return legend
 
 
 def _tokens_text(view: TokenView, *, is_colored: bool) -> Text:

@@ -9,7 +9,7 @@ from importlib.resources import files
 from clients.data.preview import Preview, RecordPreview, TokenView
 
 _LEGEND = (
-    ("context", "context: read, not learned"),
+    ("context", "read, not learned"),
     ("learned", "learned"),
     ("end", "learned, and ends an answer"),
     ("sampled", "written by the student"),
@@ -53,7 +53,7 @@ def render_preview(preview: Preview) -> Iterator[str]:
 def _render_record(record: RecordPreview) -> str:
     problem = f' <span class="failed">{escape(record.problem)}</span>' * bool(record.problem)
     lost = "".join(
-        f'<p class="lost"><b>no token for the {escape(part)}:</b>'
+        f'<p class="lost"><b>missing from the input, {escape(part)}:</b>'
         f" <del><bdi>{escape(text)}</bdi></del></p>"
         for part, text in record.lost
     )

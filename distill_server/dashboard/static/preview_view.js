@@ -47,7 +47,7 @@ function card({where, problem, views, lost}) {
   return el("article", {},
     el("h3", {}, where), el("p", {class: "fault"}, problem),
     lost.map(([part, text]) =>
-      el("p", {class: "lost"}, el("b", {}, `no token for the ${part}: `), el("del", {}, el("bdi", {}, text)))),
+      el("p", {class: "lost"}, el("b", {}, `missing from the input, ${part}: `), el("del", {}, el("bdi", {}, text)))),
     views.flatMap((view) => [
       el("p", {class: "hint"}, counts(view)),
       el("p", {class: "tokens"}, view.runs.flatMap((run) => run.texts.map((text) => token(run.kind, text)))),

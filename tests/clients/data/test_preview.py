@@ -57,8 +57,9 @@ def test_a_preview_is_read_as_it_was_written(words: Any) -> None:
     assert parse_preview(preview.to_json()) == preview
     assert preview.warnings == (
         "1 of 2 records (50%) are left out, so the job will fail: 1 too long",
-        "no token stands for a tool in 1 of 2 records",
-        "1 of 1 learned answers do not end with an end token: the student does not learn to stop",
+        "a tool is missing from the input in 1 of 2 records",
+        "1 of 1 learned parts do not end with an end token: the student does not learn to stop"
+        " there; check the chat template",
     )
     assert dict(preview.facts)["records"] == "1 of 2 are used"
     assert [record.problem for record in preview.records] == ["", "left out: too long"]
