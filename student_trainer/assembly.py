@@ -35,7 +35,6 @@ from student_trainer.loop.optimizer import make_optimizer
 from student_trainer.loop.trainer import Trainer
 from student_trainer.methods import offline, on_policy, rl, sft
 from student_trainer.methods.preparation import Inputs, Preparation
-from student_trainer.model.compilation import compile_layers
 from student_trainer.model.loading import (
     computes_in_bfloat16,
     count_weights,
@@ -45,7 +44,7 @@ from student_trainer.model.loading import (
     local_directory,
     require_trainable,
 )
-from student_trainer.model.student import Student
+from student_trainer.model.student import Student, compile_layers
 from student_trainer.parallel.collectives import (
     make_accelerator,
     max_over_ranks,

@@ -40,9 +40,8 @@ from student_trainer.data.sequence import Rollout, TailDraws, TokenSequence
 from student_trainer.loop.efficiency import LearningFlops, peak_flops
 from student_trainer.loop.optimizer import clip_gradients, make_optimizer
 from student_trainer.loop.step import Objective
-from student_trainer.model.compilation import compile_layers
 from student_trainer.model.loading import recompute_activations
-from student_trainer.model.student import Student
+from student_trainer.model.student import Student, compile_layers
 from student_trainer.objectives.cross_entropy import CrossEntropyObjective
 from student_trainer.objectives.distillation import DistillationObjective
 from student_trainer.parallel.collectives import make_accelerator

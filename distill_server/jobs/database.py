@@ -6,8 +6,9 @@ import fcntl
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 from protos.errors import Corrupt, InvalidInput, NotFound, Unavailable, WrongState
@@ -102,6 +103,11 @@ ALTER TABLE jobs ADD COLUMN imported_at REAL NOT NULL DEFAULT 0;  -- 0: it was s
 """
 # Step n migrates schema n - 1 to schema n. Never change a released step: add a new one.
 _STEPS = (_FIRST_SCHEMA, _RESOURCES, _WAITS, _DEPENDENCIES, _TEACHERS, _REMOVALS, _PEOPLE, _IMPORTS)
+NEWEST = OLDER = 500
+# A job is thinned when it has got this many more events.
+_EVERY = 500
+# Part of the JSON text of the metrics of an evaluation.
+_EVALUATION = '"eval/'
 
 
 @contextmanager
@@ -239,3 +245,47 @@ def steady_clock() -> Callable[[], float]:
     """Return a function that returns Unix seconds unaffected by changes of the machine's clock."""
     start = time.time() - time.monotonic()
     return lambda: start + time.monotonic()
+
+
+def thin_events(connection: sqlite3.Connection, job_id: str, last_seq: int) -> None:
+    """Delete old events of a job at every 500th event; call it for each event, in a transaction.
+
+    Kept are the newest NEWEST; changes of the state, the attempt or the reason; evaluations; and at
+    most OLDER other steps, those at multiples of a power of two.
+
+    `last_seq` is that of the new event. A job then has at most NEWEST + OLDER + _EVERY events, not
+    counting evaluations and changes of state. Takes about 3 ms.
+    """
+    if last_seq % _EVERY or last_seq <= NEWEST + OLDER:
+        return
+    rows = connection.execute(
+        "SELECT seq, step, metrics, state, attempt, reason FROM events"
+        " WHERE job_id = ? AND seq <= ? ORDER BY seq",
+        (job_id, last_seq - NEWEST),
+    ).fetchall()
+    connection.executemany(
+        "DELETE FROM events WHERE job_id = ? AND seq = ?",
+        [(job_id, seq) for seq in _select_deletions(rows)],
+    )
+
+
+def _select_deletions(rows: Sequence[sqlite3.Row]) -> Iterable[int]:
+    """Return the seqs of the events to delete. `rows` are in order of seq."""
+    step_by_seq = {
+        row["seq"]: row["step"] if row["metrics"] != "{}" else None
+        for previous, row in pairwise(rows)
+        if _EVALUATION not in row["metrics"] and _state_of(previous) == _state_of(row)
+    }
+    stride = 1
+    while sum(_is_kept(step, stride) for step in step_by_seq.values()) > OLDER:
+        stride *= 2
+    return [seq for seq, step in step_by_seq.items() if not _is_kept(step, stride)]
+
+
+def _is_kept(step: int | None, stride: int) -> bool:
+    """Return whether an event is kept: steps at multiples of the stride, and no phases (None)."""
+    return step is not None and step % stride == 0
+
+
+def _state_of(row: sqlite3.Row) -> tuple[object, ...]:
+    return row["state"], row["attempt"], row["reason"]

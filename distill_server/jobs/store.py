@@ -14,13 +14,12 @@ from typing import Any
 
 from clients.config.kinds import AnyJob
 from clients.jobs.job import TERMINAL, TRANSITIONS, Job, JobEvent, JobState
-from distill_server.jobs.database import steady_clock, transaction
+from distill_server.jobs.database import steady_clock, thin_events, transaction
 from distill_server.jobs.job_file import digest_of, is_same_job
 from distill_server.jobs.rows import PHASE_CHARS, JobFilter, NewJob, job_of, parse_row, share_of
 from distill_server.jobs.rows import Attempt as Attempt
 from distill_server.jobs.rows import Change as Change
 from distill_server.jobs.rows import Tally as Tally
-from distill_server.jobs.thinning import thin_events
 from distill_server.pipelines.dependencies import ALL_MET, Dependencies
 from distill_server.runners.machine import Share
 from protos.errors import InvalidInput, NotFound, WrongState

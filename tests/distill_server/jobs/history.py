@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clients.jobs.job import TERMINAL, TRANSITIONS, JobEvent, JobState
-from distill_server.jobs.thinning import NEWEST
+from distill_server.jobs.database import NEWEST
 
 ACTIVE = frozenset({JobState.PREPARING, JobState.RUNNING, JobState.CANCELLING})
 BEGUN = "starts after step"

@@ -9,9 +9,8 @@ import pytest
 
 from clients.jobs.job import JobEvent, JobState
 from clients.jobs.record import points_of
-from distill_server.jobs.database import open_database
+from distill_server.jobs.database import NEWEST, OLDER, open_database
 from distill_server.jobs.store import Change, JobStore
-from distill_server.jobs.thinning import NEWEST, OLDER
 from tests.distill_server.conftest import job_config
 
 STEPS, EVERY = 20_000, 100

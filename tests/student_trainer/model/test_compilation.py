@@ -19,10 +19,9 @@ from protos.errors import InvalidInput
 from student_trainer.data.batch import Batch, ScoredSequence, make_batch, placeholder_rows
 from student_trainer.data.packing import Layout
 from student_trainer.data.sequence import Rollout
-from student_trainer.model.compilation import compile_layers
 from student_trainer.model.loading import recompute_activations
 from student_trainer.model.lora import add_adapters
-from student_trainer.model.student import Student
+from student_trainer.model.student import Student, compile_layers
 from student_trainer.parallel.collectives import make_accelerator
 from student_trainer.parallel.passes import run_passes
 from student_trainer.parallel.sharding import distribute

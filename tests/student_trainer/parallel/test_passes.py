@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from clients.config.tables.common import StudentConfig
 from student_trainer.data.sequence import Rollout
-from student_trainer.model.compilation import compile_layers
+from student_trainer.model.student import compile_layers
 from student_trainer.parallel.passes import run_passes, run_passes_over_rollouts
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.parallel.shards import local
