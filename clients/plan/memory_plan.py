@@ -100,12 +100,7 @@ def shape_of_student(job: AnyTraining) -> ModelShape:
 
 
 def load_of(
-    job: AnyTraining,
-    shape: ModelShape,
-    longest: int | None = None,
-    *,
-    cuda: bool = True,
-    usable: int = 0,
+    job: AnyTraining, shape: ModelShape, longest: int | None = None, *, usable: int = 0
 ) -> Load:
     """Return the quantities of the job that determine the memory of one of its processes.
 
@@ -121,7 +116,7 @@ def load_of(
         shape=shape,
         processes=processes,
         sharded=job.train.sharded,
-        bf16=job.student.dtype == "bfloat16" or (cuda and job.student.dtype == "auto"),
+        bf16=job.student.dtype in ("bfloat16", "auto"),
         checkpointing=job.student.gradient_checkpointing,
         tokens=sequence_tokens * min(max(1, token_budget // sequence_tokens), update_sequences),
         line=sequence_tokens,
@@ -134,7 +129,6 @@ def load_of(
         anchor=job.has_anchor,
         narrow_moments=job.train.optimizer == "adamw_8bit",
         critic_tokens=job.answers_per_step * job.method.max_new_tokens if job.has_critic else 0,
-        cuda=cuda,
         tensor_parallel=job.train.tensor_parallel,
         context_parallel=job.train.context_parallel,
         cpu_offload=job.train.cpu_offload,

@@ -36,8 +36,6 @@ from student_trainer.teachers.anchor import Anchor
 
 log = logging.getLogger(__name__)
 
-_CPU = torch.device("cpu")
-
 
 def export_model(
     path: Path,
@@ -172,19 +170,15 @@ class PublishedWeights:
         for group in self._group_by_layer:
             self.sizes |= _to_published(model, group, dtype)
 
-    def iterate_layers(
-        self, keep: Callable[[], bool], device: torch.device = _CPU
-    ) -> Iterator[dict[str, Tensor]]:
-        """Collective. Yield the unsharded weights on `device`, one layer at a time.
+    def iterate_layers(self, keep: Callable[[], bool]) -> Iterator[dict[str, Tensor]]:
+        """Collective. Yield the unsharded weights on the CPU, one layer at a time.
 
         `keep`: called before each layer. If `keep` returns False, the process gets {} for the
         layer.
         """
         for group in self._group_by_layer:
-            full = full_tensors(
-                {name: self._stored[name] for name in group}, keep=keep(), device=device
-            )
-            moved = {name: weight.to(device) for name, weight in full.items()}
+            full = full_tensors({name: self._stored[name] for name in group}, keep=keep())
+            moved = {name: weight.cpu() for name, weight in full.items()}
             if not moved:
                 yield {}
                 continue

@@ -10,8 +10,8 @@ from student_trainer.losses.rows import Rows
 from student_trainer.losses.topk import topk_kl
 
 
-def group_advantages(rewards: Tensor, *, scale_by_std: bool, eps: float = 1e-6) -> Tensor:
-    """Return the advantage (R - mean) / (std + eps) of each answer within its group, [G, n].
+def group_advantages(rewards: Tensor, *, scale_by_std: bool) -> Tensor:
+    """Return the advantage (R - mean) / (std + 1e-6) of each answer within its group, [G, n].
 
     `rewards` [G, n]: the rewards of n answers to each of G prompts; NaN if an answer has none. An
     answer without a reward is excluded from the mean and the std of its group, and its advantage is
@@ -27,7 +27,7 @@ def group_advantages(rewards: Tensor, *, scale_by_std: bool, eps: float = 1e-6) 
     advantages = torch.where(has_reward, rewards - mean, zeros)
     if scale_by_std:
         std = (advantages.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
-        advantages = advantages / (std + eps)
+        advantages = advantages / (std + 1e-6)
     # The mean of equal rewards can differ from them by rounding; dividing by such a small std would
     # amplify the difference.
     return torch.where(flat_groups(rewards)[:, None], zeros, advantages)

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-_CPU = torch.device("cpu")
-
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor of a sharded one. Collective if `tensor` is sharded.
@@ -29,10 +27,8 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def full_tensors(
-    tensors: Mapping[str, Tensor], *, keep: bool, device: torch.device = _CPU
-) -> dict[str, Tensor]:
-    """Collective. Return each tensor unsharded; sharded ones are copied to `device`.
+def full_tensors(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
+    """Collective. Return each tensor unsharded; sharded ones are copied to the CPU.
 
     Processes with `keep` false take part but return {}. Names that share a tensor share it in the
     result too.
@@ -42,7 +38,7 @@ def full_tensors(
         gathered = full_tensor(tensor.detach())
         if keep:
             gathered_tensors[tensor_id] = (
-                gathered.to(device) if isinstance(tensor, DTensor) else gathered
+                gathered.cpu() if isinstance(tensor, DTensor) else gathered
             )
     return {name: gathered_tensors[id(tensor)] for name, tensor in tensors.items()} if keep else {}
 
