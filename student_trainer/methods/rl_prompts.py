@@ -15,7 +15,7 @@ from clients.data.images import ImageReader
 from student_trainer.data.prompts import ALL_IDS, ModelIds, Prompt, load_prompts
 from student_trainer.data.sequence import Rollout
 from student_trainer.rewards.reasoning_gym import Task, TaskQuestion, TaskQuestions
-from student_trainer.teachers.privileged import privileged_prompt
+from student_trainer.teachers.teacher_input import privileged_prompt
 
 
 class PromptSource(Protocol):

@@ -15,7 +15,7 @@ from protos.errors import InvalidInput
 from student_trainer.checkpoints import checkpoint
 from student_trainer.parallel.shards import local
 from student_trainer.teachers.anchor import Anchor
-from student_trainer.teachers.privileged import privileged_prompt
+from student_trainer.teachers.teacher_input import privileged_prompt
 from tests.forks import Forks
 from tests.student_trainer import tiny
 from tests.student_trainer.saving import save_checkpoint

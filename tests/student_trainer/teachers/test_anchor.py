@@ -27,7 +27,7 @@ from student_trainer.losses import fused_linear_top_ids
 from student_trainer.model.loading import load_model
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.teachers.anchor import Anchor
-from student_trainer.teachers.privileged import privileged_prompt
+from student_trainer.teachers.teacher_input import privileged_prompt
 from tests.clients.data.test_prompt_format import CHARACTERS, PLAIN, TALK
 from tests.student_trainer import tiny
 from tests.student_trainer.model.test_student import soft_capped, untied
