@@ -121,7 +121,7 @@ def test_a_trainer_that_dies_without_a_word(
 ) -> None:
     trainer("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     assert main(["run", job_file()]) == ExitCode.JOB_FAILED
-    assert "by signal 9 without a verdict" in capsys.readouterr().out
+    assert "by signal 9 without a final status" in capsys.readouterr().out
     assert only_run().log_file(1).exists()
 
 
@@ -135,7 +135,7 @@ def test_an_attempt_that_died_with_another_process_says_so(
     assert main(["run", job_file()]) == ExitCode.JOB_FAILED
     output = capsys.readouterr().out
     assert "another process of the trainer has died: Read error" in output
-    assert "without a verdict" not in output
+    assert "without a final status" not in output
 
 
 def test_resume_is_a_new_attempt(
@@ -215,7 +215,7 @@ def test_a_directory_of_something_else_is_left_alone(
     )
     assert sorted(Path().iterdir()) == paths_before
     assert main(["run", "--resume", "mine", "--dir", "mine"]) == ExitCode.USAGE
-    assert "--dir: is for a job file" in capsys.readouterr().err
+    assert "--dir: needs a job file" in capsys.readouterr().err
 
 
 @pytest.mark.slow
