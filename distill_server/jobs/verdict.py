@@ -122,5 +122,5 @@ def _describe_end(outcome: Exited | Lost | CancelledInCluster, step: int) -> str
         case Exited(code=code) if code < 0:
             cause = f"the trainer was killed by signal {-code}"
         case Exited(code=code):
-            cause = f"the trainer exited with code {code} without a verdict"
+            cause = f"the trainer exited with code {code} without a final status"
     return f"{cause} at step {step}"

@@ -163,7 +163,7 @@ RUNNING, CANCELLING = JobState.RUNNING, JobState.CANCELLING
             RUNNING,
             None,
             Exited(3),
-            DeadAttempt("the trainer exited with code 3 without a verdict at step 37", False),
+            DeadAttempt("the trainer exited with code 3 without a final status at step 37", False),
         ),
         (
             RUNNING,

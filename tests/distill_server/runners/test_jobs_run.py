@@ -261,7 +261,7 @@ def test_trainer_that_dies_every_time_fails_with_its_last_words(client: DistillC
     assert (final_job.state, final_job.attempt) == (JobState.FAILED, 2)
     first_line, *log = final_job.reason.splitlines()
     assert first_line == (
-        "the trainer exited with code 5 without a verdict at step 2; its log ends with:"
+        "the trainer exited with code 5 without a final status at step 2; its log ends with:"
     )
     assert log[-1] == "about to crash"
     # A resumed job has its retry again.

@@ -255,7 +255,7 @@ def test_a_job_of_two_nodes(start_server: Callable[..., Server]) -> None:
         job = client.submit(pair(job_config("two nodes")))
         history.submitted("", job.id)
         final_job = client.wait(job.id, timeout=PATIENCE)
-        assert final_job.reason.startswith("the trainer exited with code 0 without a verdict")
+        assert final_job.reason.startswith("the trainer exited with code 0 without a final status")
         logs = [server.runs / job.id / f"logs/attempt-1/rank-{rank}.log" for rank in (0, 1)]
         assert [log.read_text() for log in logs] == ["0 2 0 1\n", "1 2 0 1\n"]
         check(history, server, client, [job])

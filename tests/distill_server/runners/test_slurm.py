@@ -308,7 +308,7 @@ def test_places_of_ranks(
     with DistillClient(server.address) as client:
         job = client.submit(with_processes(job_config("places"), 3))
         final_job = client.wait(job.id, timeout=PATIENCE)
-        assert final_job.reason.startswith("the trainer exited with code 0 without a verdict")
+        assert final_job.reason.startswith("the trainer exited with code 0 without a final status")
         logs = [server.runs / job.id / f"logs/attempt-1/rank-{rank}.log" for rank in range(3)]
         visible_devices = ["0,1", "0,1", "0"] if gpus else ["None"] * 3
         assert [log.read_text() for log in logs] == [
