@@ -143,7 +143,9 @@ def test_teachers_of_text_and_of_images(
         named_records[3]["image"] = named_records[0]["image"]
         prompts.write_text("".join(json.dumps(record) + "\n" for record in named_records))
         refused_run = new_run(tmp_path / "refused", config)
-        assert_refused(refused_run, "row 4 of .* has images, but its teacher 'reads' reads none")
+        assert_refused(
+            refused_run, "row 4 of .* has images, but its teacher 'reads' does not read images"
+        )
     finally:
         process.close()
 

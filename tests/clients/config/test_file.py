@@ -326,7 +326,7 @@ def test_only_a_name_of_a_tokenizer_is_a_directory(
 @pytest.mark.parametrize("url", ["S3://bucket/train.jsonl", "https://host/train.jsonl"])
 def test_a_url_of_another_kind_is_no_path(job_file: Write, url: str) -> None:
     message = error_message_of(job_file(), f"data.path={url}", "student.model=s3://bucket/student")
-    assert message.endswith(f"data.path: a URL begins with s3:// or gs:// (got '{url}')")
+    assert message.endswith(f"data.path: a URL must begin with s3:// or gs:// (got '{url}')")
     assert load_job(job_file(), ["data.path=s3://bucket/train.jsonl"])
 
 
@@ -334,8 +334,8 @@ def test_a_url_of_another_kind_is_no_path(job_file: Write, url: str) -> None:
     ("url", "problem"),
     [
         ("s3://KEY:SECRET@bucket/p", "the URL is not s3://BUCKET/PREFIX; credentials, region and"),
-        ("https://KEY:SECRET@host/p", "a URL begins with s3:// or gs:// (got 'https://...')"),
-        ("s4://bucket/p", "a URL begins with s3:// or gs:// (got 's4://bucket/p')"),
+        ("https://KEY:SECRET@host/p", "a URL must begin with s3:// or gs:// (got 'https://...')"),
+        ("s4://bucket/p", "a URL must begin with s3:// or gs:// (got 's4://bucket/p')"),
         ("s3://bucket/../p", "a URL must not have a part '.' or '..'"),
         ("s3://bucket/a/.", "a URL must not have a part '.' or '..'"),
     ],

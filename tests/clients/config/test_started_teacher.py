@@ -27,7 +27,7 @@ def write_job(tmp_path: Path, *lines: str) -> Path:
     ("lines", "problem"),
     [
         (['teacher.model = "m"', 'teacher.address = "h:1"'], "teacher.address: has no effect"),
-        (['teacher.engine = "vllm"'], "teacher.engine: has no effect: the service at"),
+        (['teacher.engine = "vllm"'], "teacher.engine: has no effect: the teacher at"),
         (["teacher.batch_invariant = true"], "teacher.batch_invariant: has no effect"),
         (["teacher.gpus = 1"], "teacher.gpus: has no effect"),
         (['teachers.a = "h:1"', 'teacher.model = "m"'], "teacher.model: has no effect"),
@@ -39,7 +39,7 @@ def write_job(tmp_path: Path, *lines: str) -> Path:
             ['teacher.model = "m"', 'teacher.engine = "vllm"', "teacher.batch_invariant = true"],
             "teacher.batch_invariant: needs teacher.engine = 'hf'",
         ),
-        (['teacher.model = "m"', "teacher.gpus = 2"], "teacher.gpus: several need"),
+        (['teacher.model = "m"', "teacher.gpus = 2"], "teacher.gpus: more than one GPU needs"),
         (
             ['teacher.model = "m"', 'teacher.device = "cpu"', "teacher.gpus = 1"],
             "teacher.gpus: device = 'cpu' uses no GPU",

@@ -237,7 +237,7 @@ def test_draws_are_of_the_students_tail(tmp_path: Path) -> None:
 def test_forward_kl_needs_the_students_tokenizer(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text(ON_POLICY + FORWARD + "teacher.tokenizer = 'auto'\n")
-    with pytest.raises(InvalidInput, match=r"method.divergence: needs the tokenizer of the stud"):
+    with pytest.raises(InvalidInput, match=r"method.divergence: needs a teacher with the stud"):
         load_job(path)
 
 

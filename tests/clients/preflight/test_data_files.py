@@ -59,8 +59,7 @@ ONE_OBJECT = "each line must be one JSON object, in UTF-8"
 HAS_QUESTION = "the data has the columns question, answer"
 REFUSED = {
     "column": Case(
-        f"data.prompt_column: d.jsonl has no column 'prompt'; {HAS_QUESTION}; set"
-        " data.prompt_column to one of them"
+        f"data.prompt_column: d.jsonl has no column 'prompt'; {HAS_QUESTION}; set data.prompt_column to one of these columns"
     ),
     "parquet column": Case(
         "data.prompt_column: d.parquet has no column 'prompt'; the data has the column q; set",
@@ -75,7 +74,7 @@ REFUSED = {
     "binary": Case("data.path: d.jsonl is a binary file, not JSON lines; write", b"\0\1\2" * 99),
     "parquet as jsonl": Case("data.path: d.jsonl is a binary file", parquet_bytes(prompt=["a"])),
     "jsonl as parquet": Case(
-        "data.path: d.parquet is not a Parquet file: it does not start", PROMPTS, "d.parquet"
+        "data.path: d.parquet is not a Parquet file: the file does not start", PROMPTS, "d.parquet"
     ),
     "half a parquet": Case(
         "data.path: d.parquet is not a Parquet file: ",

@@ -256,6 +256,6 @@ def test_an_export_in_another_dtype_is_the_reason_of_the_verdict(
     status = run.read_status()
     assert status is not None
     assert re.fullmatch(
-        r"the export is in bfloat16, not float16: \S+ has a number beyond 65504, .*", status.reason
+        r"the export is in bfloat16, not float16: \S+ has a value above 65504, .*", status.reason
     )
     assert json.loads((run.export / "config.json").read_text())["dtype"] == "bfloat16"
