@@ -59,7 +59,8 @@ ONE_OBJECT = "each line must be one JSON object, in UTF-8"
 HAS_QUESTION = "the data has the columns question, answer"
 REFUSED = {
     "column": Case(
-        f"data.prompt_column: d.jsonl has no column 'prompt'; {HAS_QUESTION}; set data.prompt_column to one of these columns"
+        f"data.prompt_column: d.jsonl has no column 'prompt'; {HAS_QUESTION}; set"
+        f" data.prompt_column to one of these columns"
     ),
     "parquet column": Case(
         "data.prompt_column: d.parquet has no column 'prompt'; the data has the column q; set",
