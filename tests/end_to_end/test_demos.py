@@ -15,7 +15,13 @@ from protos.errors import ExitCode
 from student_trainer.tools import addition
 
 DEMO = {"max_steps": "20", "train.warmup_steps": "5", "eval.every": "20", "eval.prompts": "250"}
-DEMO_RL = {"max_steps": "20", "eval.every": "20"}
+DEMO_RL = {
+    "max_steps": "15",
+    "train.learning_rate": "1e-3",
+    "train.prompts_per_step": "32",
+    "eval.prompts": "250",
+    "eval.every": "15",
+}
 
 
 def test_the_shipped_teacher_is_right_and_the_student_is_not(tmp_path: Path) -> None:
@@ -52,6 +58,6 @@ def test_rewards_raise_the_accuracy_of_the_same_student(
     assert "anchor after" in capsys.readouterr().out
     (metrics,) = (demo_directory / "jobs").glob("*/metrics.jsonl")
     summary = json.loads((demo_directory / "summary.json").read_text())
-    assert (summary["steps"], len(metrics.read_text().splitlines())) == (20, 21)
+    assert (summary["steps"], len(metrics.read_text().splitlines())) == (15, 16)
     # The anchor, a moving average, is less noisy than the student.
     assert summary["anchor_accuracy_after"] >= summary["accuracy_before"] + 0.05
