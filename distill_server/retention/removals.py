@@ -1,8 +1,9 @@
 """Removes ended jobs: first from the database, then their run directories.
 
-A job is removed for all users once its rows are deleted. In the same transaction its id is written
-to the table `removals`, and deleted from it after the files. So a server that is killed in between
-deletes the files at its next start, and no new job gets the id before that.
+A job is removed for all users when its rows are deleted. The same transaction writes the job's id
+to the table `removals`; the id stays there until the files are deleted. If the server is killed
+before the files are deleted, the next server deletes the files. No new job can use an id of the
+table.
 """
 
 from __future__ import annotations

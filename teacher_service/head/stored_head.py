@@ -114,8 +114,8 @@ def read_weight(path: Path, stored: StoredWeight, ids: range | None = None) -> T
 def dequantise(values: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Tensor:
     """Return values [V, H] times their scales, float32.
 
-    `scales` has one number, one for each row ([V] or [V, 1]), or one for each `block` of rows and
-    columns ([ceil(V / rows), ceil(H / columns)]). Raises ValueError for another shape.
+    `scales` has one number, one number per row ([V] or [V, 1]), or one number per `block` of rows
+    and columns ([ceil(V / rows), ceil(H / columns)]). Raises ValueError for another shape.
     """
     weight, factors = values.to(torch.float32), scales.to(torch.float32)
     rows, columns = weight.shape

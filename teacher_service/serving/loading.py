@@ -23,10 +23,10 @@ _T = TypeVar("_T")
 
 
 class LoadingServicer(teacher_pb2_grpc.TeacherServicer):
-    """The service distill.v1.Teacher from the start of the process on.
+    """The service distill.v1.Teacher, from the start of the process.
 
     Until `set_teacher` is called, every method raises Unavailable with the progress of the load.
-    After it, every method is that of the loaded teacher.
+    Then the methods of the loaded teacher are called.
     """
 
     def __init__(self, progress: LoadProgress) -> None:

@@ -106,9 +106,9 @@ class _AnswerEnd:
 class ScoreStream:
     """The tasks of one Score call: a reader, and one task per request in flight.
 
-    `answer` yields the chunks of one request, or raises for one beyond `limits`. `budget` bounds
-    the answers of all streams; None: a budget for this stream alone. `cancel` stops all tasks.
-    Create it inside a running event loop.
+    `answer` yields the chunks of one request, and raises an error for a request that exceeds
+    `limits`. `budget` bounds the answers of all streams; None creates a budget for this stream
+    alone. `cancel` stops all tasks. Create the object inside a running event loop.
     """
 
     def __init__(
