@@ -14,7 +14,8 @@ from pathlib import Path
 from clients.config.kinds import AnyTraining
 from clients.config.tables.job import TrainingJob
 from clients.preflight.files import check_files, check_here
-from clients.preflight.teachers import check_teachers
+from clients.preflight.limits import fit_limits, read_limits, write_limits
+from clients.preflight.teachers import check_teachers, contexts_of
 from clients.runs.directory import RunDirectory, Verdict
 from clients.runs.progress import AttemptDied, Progress, prepare, run_to_verdict
 from clients.runs.started_services import connected
@@ -91,7 +92,12 @@ def _run_attempt(
     config = connected(config, run.path)
     check_hub(config)
     with connect(config) as teachers:
-        check_teachers(config, {name: teacher.info for name, teacher in teachers.items()})
+        infos = {name: teacher.info for name, teacher in teachers.items()}
+        limits = read_limits(run.path) or fit_limits(config, contexts_of(infos), remote=True)
+        if is_main_process():
+            write_limits(run.path, limits)
+        config = limits.apply(config)
+        check_teachers(config, infos)
         with rollout_services(config) as service, _open_rewards(config) as rewards:
             from student_trainer.assembly import assemble
 

@@ -21,6 +21,7 @@ from clients.config.offline import OfflineJob
 from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
+from clients.preflight.limits import NO_LIMITS, read_limits
 from clients.preflight.parallel import refuse_indivisible_heads
 from clients.runs.directory import RunDirectory
 from clients.runs.metrics_file import MetricsLog
@@ -91,8 +92,12 @@ def assemble(
     source_files: Mapping[str, bytes] = {}
     if is_main_process():
         source_files = read_source_files(local_directory(config.student), tokenizer.chat_template)
+        limits = read_limits(run.path) or NO_LIMITS
         # Before the checks of the data, which may refuse it.
-        write_preview(run, lambda: preview_of(config, tokenizer=tokenizer, warnings=warnings))
+        write_preview(
+            run,
+            lambda: preview_of(config, tokenizer=tokenizer, warnings=warnings, limits=limits),
+        )
     text_config = _check_student(config)
     width, max_length = text_config.vocab_size, max_sequence_length(text_config)
     preparation = _prepare_method(config, Inputs(tokenizer, width, max_length, teachers, rewards))

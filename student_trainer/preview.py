@@ -11,6 +11,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,6 +42,8 @@ from clients.data.preview import (
 from clients.data.prompt_format import date_warning, template_text
 from clients.data.tokens.answers import end_ids
 from clients.data.tokens.tokenizer import default_template_in
+from clients.preflight.limits import NO_LIMITS, Limits, fit_limits
+from clients.preflight.teachers import ask_contexts, services_of
 from clients.runs.progress import print_reply
 from clients.store.copies import files_on_disk
 from protos.errors import DistillError, InvalidInput
@@ -80,8 +83,9 @@ def preview_of(
     shown: int = SHOWN,
     tokenizer: Any = None,
     warnings: Sequence[str] | None = None,
+    limits: Limits = NO_LIMITS,
 ) -> Preview:
-    """Return the preview of a job.
+    """Return the preview of a job. `limits`: what the job does not set, already applied.
 
     `tokenizer`: the student's, with the teacher's chat template if the job selects it. None: the
     student's own tokenizer, with a warning if the job selects the teacher's template. `warnings`:
@@ -102,6 +106,8 @@ def preview_of(
     warnings = [*warnings, schedule_warning(config.train, config.max_steps)]
     ends = end_ids(load_generation_config(config.student), tokenizer)
     facts = [("student model", config.student.model)]
+    if limits.values:
+        facts.append(("limits that the job does not set", str(limits)))
     if config.samples:
         facts.append(("sampled", f"at most {config.method.max_new_tokens} tokens an answer"))
     if data is not None:
@@ -266,7 +272,14 @@ def main() -> int:
     def work() -> str:
         config = parse_job(sys.stdin.read())
         assert isinstance(config, TrainingJob), "the command chooses the program"
-        return preview_of(files_on_disk(config), shown).to_json()
+        local_config = files_on_disk(config)
+        contexts = ask_contexts(local_config)
+        limits = fit_limits(local_config, contexts, remote=True)
+        preview = preview_of(limits.apply(local_config), shown, limits=limits)
+        if len(contexts) < len(services_of(local_config)):
+            fact = ("limits", "not those of a teacher that does not answer now")
+            preview = replace(preview, facts=(*preview.facts, fact))
+        return preview.to_json()
 
     return print_reply(work)
 

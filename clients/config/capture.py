@@ -8,7 +8,15 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from clients.config.tables.common import Count, Name, Rule, StudentConfig, Table, refuse_unused
+from clients.config.tables.common import (
+    Count,
+    LimitsTable,
+    Name,
+    Rule,
+    StudentConfig,
+    Table,
+    refuse_unused,
+)
 from clients.config.tables.data import DataFile, LeftOutShare, PromptKeys, columns_of
 from clients.config.tables.job import Extra, JobConfig
 from clients.config.tables.teacher import TeacherConfig
@@ -69,15 +77,16 @@ class RayConfig(Table):
     """CPUs per engine. The cluster needs one more free CPU."""
 
 
-class CaptureConfig(Table):
+class CaptureConfig(LimitsTable):
     """Capture: score a data set with a teacher, and store the rows for offline training."""
 
+    limits = frozenset({"max_tokens"})
     type: Literal["capture"]
     """The method."""
     store: str | None = None
     """Directory or URL (s3://BUCKET/PREFIX, gs://) of the rows; default: `store` in the run."""
     max_tokens: Annotated[int, Field(ge=2, lt=2**31)] = 2048
-    """Longer sequences are skipped and counted; plain text is packed to this length."""
+    """Longer sequences are skipped and counted; text is packed to it. Unset: fits the teacher."""
     temperature: Annotated[float, Field(ge=1e-3)] = 1.0
     """Temperature of the teacher; offline training must use the same temperature."""
     tail_samples: Annotated[int, Field(ge=0, le=256)] = 0

@@ -8,7 +8,15 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from clients.config.tables.common import Count, EvaluatedModel, Name, Rule, Table, refuse_unused
+from clients.config.tables.common import (
+    Count,
+    EvaluatedModel,
+    LimitsTable,
+    Name,
+    Rule,
+    Table,
+    refuse_unused,
+)
 from clients.config.tables.data import DataConfig, DataFile, prompt_rules
 from clients.config.tables.job import Extra, JobConfig
 from clients.config.tables.reward import RewardConfig
@@ -16,9 +24,10 @@ from clients.config.tables.reward import RewardConfig
 RESULTS = "eval"  # directory of the answers and the results, in the run directory
 
 
-class EvalMethod(Table):
+class EvalMethod(LimitsTable):
     """Evaluation: sample answers of a model and score them with a reward."""
 
+    limits = frozenset({"max_new_tokens"})
     type: Literal["eval"]
     """The method."""
     prompts: Count | None = None
@@ -30,7 +39,7 @@ class EvalMethod(Table):
     top_p: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Nucleus sampling: sample from the most likely tokens with this total probability."""
     max_new_tokens: Count = 1024
-    """Maximum number of tokens of an answer."""
+    """Maximum number of tokens of an answer. Unset: at most half of the context."""
 
 
 def evaluated_data_rules(data: DataConfig | None) -> list[Rule]:

@@ -236,7 +236,7 @@ def localized(config: AnyJob) -> AnyJob:
     return config
 
 
-def replaced(container: Any, dotted: str, value: str) -> Any:
+def replaced(container: Any, dotted: str, value: str | int) -> Any:
     """Return a copy of `container` in which the key `dotted` has the value `value`.
 
     `container`: a job, a table or a tuple of tables; `dotted`: for example `data.mix.0.path`.

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from clients.config.tables.common import Count, Name, Rule, Table, refusal, refuse_unused
+from clients.config.tables.common import Count, LimitsTable, Name, Rule, refusal, refuse_unused
 from clients.config.tables.data import DataFile, PromptKeys, prompt_rules
 from clients.config.tables.job import TrainingJob
 from clients.config.tables.rollouts import RolloutsConfig, rollout_rules
@@ -57,9 +57,10 @@ class OfflineData(PromptKeys):
         return self.format_of(self.prompt_column, self.messages_column)
 
 
-class OfflineConfig(Table):
+class OfflineConfig(LimitsTable):
     """Offline distillation: forward KL to the rows of a store, without a running teacher."""
 
+    limits = frozenset({"max_new_tokens"})
     type: Literal["offline"]
     """The method."""
     tail: Literal["none", "bucket", "bucket+teacher_samples"] | None = None

@@ -10,8 +10,8 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from clients.config.tables.common import (
     Address,
     Count,
+    LimitsTable,
     Name,
-    Table,
     Tail,
     check_tail,
     refusal,
@@ -39,9 +39,10 @@ class OnPolicyTeacher(OtherTokens, TeacherConfig):
     """A teacher service and its row settings. Its tokenizer may differ from the student's."""
 
 
-class OnPolicyConfig(Table):
+class OnPolicyConfig(LimitsTable):
     """On-policy distillation: the student samples answers, the teacher scores every token."""
 
+    limits = frozenset({"max_prompt_tokens", "max_new_tokens"})
     type: Literal["on_policy"] = "on_policy"
     """The method."""
     divergence: Literal["reverse_kl", "forward_kl"] = "reverse_kl"
@@ -60,9 +61,9 @@ class OnPolicyConfig(Table):
     rollouts_per_prompt: Count = 1
     """Answers sampled per prompt."""
     max_prompt_tokens: Count = 512
-    """Longer prompts are skipped and counted."""
+    """Longer prompts are skipped and counted. Unset: fits the context; see docs/jobs.md."""
     max_new_tokens: Count = 256
-    """Maximum number of tokens of an answer."""
+    """Maximum number of tokens of an answer. Unset: fits the context."""
     temperature: Annotated[float, Field(ge=1e-3)] = 1.0
     """Temperature of sampling, and of student and teacher in the loss."""
 

@@ -7,20 +7,21 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from clients.config.tables.common import Count, Table, refuse_unused
+from clients.config.tables.common import Count, LimitsTable, refuse_unused
 from clients.config.tables.data import DataConfig, DataFile, prompt_rules
 from clients.config.tables.job import TrainingJob
 
 
-class SFTConfig(Table):
+class SFTConfig(LimitsTable):
     """Supervised fine-tuning: cross-entropy of the reference answers; no teacher."""
 
+    limits = frozenset({"max_tokens", "max_new_tokens"})
     type: Literal["sft"]
     """The method."""
     train_on: Literal["last", "all"] = "last"
     """last: the last assistant message. all: all assistant messages; needs {% generation %}."""
     max_tokens: Annotated[int, Field(ge=2, lt=2**31)] = 2048
-    """Longer sequences, prompt and answer, are skipped and counted."""
+    """Longer sequences, prompt and answer, are skipped and counted. Unset: fits the context."""
     max_new_tokens: Count = 256
     """Maximum number of tokens of an answer that the student samples for `eval.metric`."""
 

@@ -9,10 +9,8 @@ from typing import Any
 
 from clients.config.kinds import AnyTraining
 from clients.config.tables.common import LoraConfig
-from clients.config.tables.job import TrainingJob
 from clients.config.tables.rollouts import RolloutsConfig
 from clients.data.models.shape import ModelShape, read_shape
-from clients.data.object_urls import is_object_url
 from clients.plan.memory import (
     Load,
     host_bytes,
@@ -22,8 +20,8 @@ from clients.plan.memory import (
     stage_bytes,
 )
 from clients.preflight.disk import parameters_of
-from clients.store.dataset import LogitDataset
-from protos.errors import DistillError, InvalidInput
+from clients.preflight.limits import longest_stored
+from protos.errors import InvalidInput
 
 GIB = 1 << 30
 # Share of a GPU's memory for tensors. The rest: CUDA context, NCCL buffers, fragmentation.
@@ -168,20 +166,6 @@ def _sequence_counts(job: AnyTraining, longest: int | None) -> tuple[int, int, i
     samples_held_out = job.samples or job.is_evaluated
     held_out = math.ceil(job.eval.prompts / job.processes) if samples_held_out else 0
     return sequence_tokens, job.sequences_per_update, max(job.answers_per_step, held_out)
-
-
-def longest_stored(job: TrainingJob) -> int | None:
-    """Return the tokens of the longest sequence of the job's store; None without a readable store.
-
-    A store at a URL is not read, because the job's program copies it later.
-    """
-    path = job.stores.get("data.path")
-    if path is None or is_object_url(path):
-        return None
-    try:
-        return int(LogitDataset(path).lengths.max())
-    except (DistillError, OSError):
-        return None
 
 
 def largest_micro_batch(

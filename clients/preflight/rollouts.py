@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 
 from clients.config.tables.job import JobConfig
-from clients.preflight.teachers import check_length
+from clients.preflight.limits import check_lengths
 from clients.runs.started_services import PLACED_VARIABLE as PLACED
 from protos import rollouts_pb2, rollouts_pb2_grpc
 from protos.errors import (
@@ -114,7 +114,7 @@ def check_rollouts(config: JobConfig, *, scope: str) -> None:
             if info.engine != engine.engine:
                 raise another_engine(info.engine, engine.engine)
             label = f"rollout service at {address}"
-            check_length(config.longest_sequence, label, info.max_length or None)
+            check_lengths(config, label, info.max_length or None)
     if len(faults) == len(addresses):
         raise Unavailable(
             f"no rollout service answers at {', '.join(addresses)} ({faults[0].message})",

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Protocol
 
 from clients.config.capture import CaptureJob
 from clients.config.kinds import AnyJob
 from clients.config.tables.job import JobConfig
 from clients.config.tables.teacher import RowRequest
+from clients.preflight.limits import check_lengths
 from clients.preflight.vocabulary import require_narrowing
 from clients.store.captured_store import CapturedStore, captured_stores
+from clients.teacher.client import TeacherClient
 from clients.teacher.info import TeacherInfo
-from protos.errors import InvalidInput, WrongState
+from protos.errors import DistillError, InvalidInput, WrongState
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +69,20 @@ def label_of(name: str) -> str:
     return f"teacher {name}".strip()
 
 
+def contexts_of(infos: Mapping[str, TeacherInfo]) -> Mapping[str, int]:
+    """Return the largest numbers of tokens of teachers by label, for `fit_limits`."""
+    return {label_of(name): info.max_length for name, info in infos.items()}
+
+
+def ask_contexts(config: AnyJob) -> Mapping[str, int]:
+    """Return what the teachers that answer at once read at most; see `contexts_of`."""
+    contexts: dict[str, int] = {}
+    for name, address in services_of(config).items():
+        with TeacherClient(address, scope="preflight") as client, suppress(DistillError):
+            contexts[label_of(name)] = client.info(waits=False).max_length
+    return contexts
+
+
 def check_teachers(config: AnyJob, infos: Mapping[str, TeacherInfo]) -> None:
     """Check a job against the infos of its teachers, by name.
 
@@ -75,6 +92,7 @@ def check_teachers(config: AnyJob, infos: Mapping[str, TeacherInfo]) -> None:
     _check_images(config, infos)
     for name, info in infos.items():
         if config.row_request is not None:
+            check_lengths(config, label_of(name), info.max_length)
             _check_scorer(info, label_of(name), config.row_request)
         elif (stores := captured_stores(config)) is not None:
             _check_live_teacher(info, label_of(name), stores[0])
@@ -112,28 +130,7 @@ def check_capture(teacher: TeacherLimits, job: CaptureJob) -> None:
             field="method.tail_samples",
             hint=f"lower the value to {teacher.max_tail_samples}",
         )
-    if job.method.max_tokens > teacher.max_length:
-        raise InvalidInput(
-            f"{job.method.max_tokens} is more than the longest sequence of this teacher"
-            f" ({teacher.max_length} tokens)",
-            field="method.max_tokens",
-            hint=f"lower the value to {teacher.max_length}",
-        )
-
-
-def check_length(longest: int, model: str, limit: int | None) -> None:
-    """Raise InvalidInput if prompt and answer can exceed the limit of `model`.
-
-    `longest`: maximum tokens of a sequence of the job. `limit`: maximum of the model (None: no
-    limit). `model`: name of the model for the message.
-    """
-    if limit is not None and longest > limit:
-        raise InvalidInput(
-            f"a prompt with its answer can have {longest} tokens, but the {model} reads at most"
-            f" {limit}",
-            field="method.max_new_tokens",
-            hint="lower the value, or use shorter prompts",
-        )
+    check_lengths(job, "teacher", teacher.max_length)
 
 
 def _check_scorer(info: TeacherInfo, label: str, request: RowRequest) -> None:
@@ -155,7 +152,6 @@ def _check_scorer(info: TeacherInfo, label: str, request: RowRequest) -> None:
             field="method.tail",
             hint="lower teacher.tail_draws, or set method.tail = 'bucket+sampled'",
         )
-    check_length(request.sequence_tokens, label, info.max_length)
     # For the reverse KL each query carries the student's head ids and draws, four bytes each.
     max_ids = info.max_request_bytes * 3 // 16 // request.answer_tokens
     if request.of_student and request.top_k + request.draws > max_ids:

@@ -157,7 +157,9 @@ def _check_count(config: OfflineJob, store: CapturedStore, max_count: int) -> No
         raise InvalidInput(
             f"the {store.label} has {store.count} sequences, too few to hold out {required_count}",
             field=store.field,
-            hint="give a larger store, or lower eval.prompts",
+            hint=f"set eval.prompts to at most {max_count}"
+            if config.data.eval_path is None and max_count
+            else f"give a store of at least {required_count + store.count - max_count} sequences",
         )
 
 

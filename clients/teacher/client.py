@@ -130,8 +130,10 @@ class TeacherClient:
         """Bytes of rows that were requested or received, and that the caller has not taken yet."""
         return self._window.held_bytes
 
-    def info(self) -> TeacherInfo:
+    def info(self, *, waits: bool = True) -> TeacherInfo:
         """Return the model, fingerprint and limits that all teachers of this client share.
+
+        `waits`: for a teacher that does not listen yet; otherwise it counts as away at once.
 
         The fingerprint is that of the rows with the adapter of this client. Teachers that do not
         answer within 5 s are logged. Raises Unavailable if none answers,
@@ -141,7 +143,7 @@ class TeacherClient:
         teacher_info: TeacherInfo | None = None
         faults: list[DistillError] = []
         # All at the same time, so that two unreachable teachers take 5 s and not 10.
-        calls = [lane.start_info_call() for lane in self._lanes]
+        calls = [lane.start_info_call(waits=waits) for lane in self._lanes]
         max_draws, takes_vocab_size = MAX_TAIL_DRAWS, True
         for lane, call in zip(self._lanes, calls, strict=True):
             try:

@@ -186,10 +186,13 @@ class TeacherConnection:
         message: teacher_pb2.TeacherInfo = self.start_info_call().result()
         return message
 
-    def start_info_call(self) -> Any:
-        """Start a call for the teacher's info, with a deadline of 5 s, and return the call."""
+    def start_info_call(self, *, waits: bool = True) -> Any:
+        """Start a call for the teacher's info, with a deadline of 5 s, and return the call.
+
+        `waits`: until the deadline for a teacher that listens; otherwise the call fails at once.
+        """
         return self.stub.GetInfo.future(
-            teacher_pb2.GetInfoRequest(), timeout=CONNECT_SECONDS, wait_for_ready=True
+            teacher_pb2.GetInfoRequest(), timeout=CONNECT_SECONDS, wait_for_ready=waits
         )
 
     def start_health_check(self, seconds: float) -> Any:

@@ -19,10 +19,12 @@ from clients.config.kinds import AnyJob
 from clients.data.models.shape import logits_in
 from clients.data.tokens.tokenizer import first_difference, tokens_in
 from clients.preflight.files import check_here
+from clients.preflight.limits import fit_limits, read_limits
 from clients.preflight.rollouts import check_rollouts
 from clients.preflight.teachers import (
     adapter_of,
     check_teachers,
+    contexts_of,
     field_of,
     label_of,
     services_of,
@@ -164,7 +166,7 @@ class JobPreflight:
                 await asyncio.gather(_run_in_thread(self._teacher_threads, rollouts), answers)
                 infos = dict(zip(names, answers.result(), strict=True))
                 await _run_in_thread(
-                    self._teacher_threads, lambda: self._compare_with_teachers(config, infos)
+                    self._teacher_threads, lambda: self._compare_with_teachers(config, run, infos)
                 )
         except TimeoutError:
             if not limit.expired():  # raised by a check, not by this limit
@@ -197,7 +199,10 @@ class JobPreflight:
         # Other callers wait for the same task: a cancelled caller must not cancel it.
         return await asyncio.shield(task)
 
-    def _compare_with_teachers(self, config: AnyJob, infos: Mapping[str, TeacherInfo]) -> None:
+    def _compare_with_teachers(
+        self, config: AnyJob, run: Path, infos: Mapping[str, TeacherInfo]
+    ) -> None:
+        config = (read_limits(run) or fit_limits(config, contexts_of(infos))).apply(config)
         # A store at a URL is read only by the job's program, with the credentials of a trainer.
         if not config.has_remote_store:
             check_teachers(config, infos)

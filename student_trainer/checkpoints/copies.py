@@ -33,6 +33,7 @@ from pydantic import ValidationError
 
 from clients.config.file import named_files, replaced
 from clients.config.kinds import AnyJob, AnyTraining, parse_job
+from clients.preflight.limits import NO_LIMITS, read_limits
 from clients.runs.best_step import best_step
 from clients.runs.directory import RunDirectory, replace_file
 from clients.runs.identity import first_difference
@@ -223,7 +224,8 @@ class RunCopies:
         if (job_text := self._folder.read("job.json")) is None:
             return
         try:
-            stored_values = _comparable_values(parse_job(job_text))
+            limits = read_limits(self._run.path) or NO_LIMITS
+            stored_values = _comparable_values(limits.apply(parse_job(job_text)))
         except ValidationError as error:
             raise WrongState(
                 f"{self._url} has copies of another job, and this version of distill-service"
@@ -376,7 +378,7 @@ def _comparable_values(config: AnyJob) -> Mapping[str, Any]:
     """Return the values that identify a job across attempts; paths are reduced to file names."""
     for key, name in named_files(config):
         config = replaced(config, key, Path(name).name)
-    return config.model_dump(mode="json", exclude=dict(_IGNORED_KEYS))
+    return config.model_dump(exclude=dict(_IGNORED_KEYS))
 
 
 def _as_distill_error(error: Exception) -> Exception:

@@ -52,13 +52,14 @@ class SpecialTokenStore:
                     field="data.prompts",
                     hint="set data.prompts and its columns to the captured data set",
                 )
-            rows = int(data.lengths[index]) - len(data.prompt_ids(index))
-            if longest is not None and len(prompt_ids) + rows > longest:
+            tokens = int(data.lengths[index])
+            growth = len(prompt_ids) - len(data.prompt_ids(index))
+            if longest is not None and tokens + growth > longest:
                 raise InvalidInput(
-                    f"sequence {index} of the {label} has {len(prompt_ids) + rows} tokens with the"
+                    f"sequence {index} of the {label} has {tokens + growth} tokens with the"
                     f" student's prompt, but the student can read only {longest}",
                     field="data.path",
-                    hint="capture again with a smaller method.max_tokens",
+                    hint=f"capture again with method.max_tokens = {longest - growth}",
                 )
 
     def read(self, data: LogitDataset, index: int) -> PendingRows:

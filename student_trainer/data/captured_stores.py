@@ -78,7 +78,7 @@ def remove_copies(
         raise InvalidInput(
             f"every sequence of the {training.label} is held out too, so no training data is left",
             field=held_out.field,
-            hint="give other held-out data, or lower eval.prompts",
+            hint=f"set eval.prompts below {len(held_out_indices)}, or give other held-out data",
         )
     if copies:
         log.warning("left out %d sequences that are copies of held-out ones", len(copies))

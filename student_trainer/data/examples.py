@@ -31,6 +31,7 @@ from student_trainer.data.prompts import (
     OmissionCounter,
     Prompt,
     load_items,
+    no_items_error,
     require_tokens,
 )
 from student_trainer.data.records import PromptRecord, RecordReader
@@ -145,7 +146,7 @@ class _ExampleEncoder:
         require_tokens(ids[:start], record.where, field)
         self._model_ids.require(ids, record.where, field)
         if len(ids) > self._max_tokens:
-            self._too_long.add()
+            self._too_long.add(len(ids))
             return None
         tokens = np.array(ids, dtype=np.int32)
         # The last answer starts after the last token that is not learned.
@@ -178,11 +179,7 @@ class _ExampleEncoder:
 
     def no_items_error(self, field: str) -> InvalidInput:
         """Return the error for data without a usable sequence."""
-        return InvalidInput(
-            f"no sequence of at most {self._max_tokens} tokens with an answer is left",
-            field=field,
-            hint="add data, lower eval.prompts, or raise method.max_tokens",
-        )
+        return no_items_error(field, "sequence", self._too_long, "method.max_tokens")
 
 
 def _learned_part(prompt_format: PromptFormat, conversation: Conversation) -> Conversation:

@@ -57,15 +57,20 @@ class Prompt:
 
 
 class OmissionCounter:
-    """Counts the records skipped for one reason, and logs the count at 1, 2, 4, 8, ..."""
+    """Counts the records skipped for one reason, and logs the count at 1, 2, 4, 8, ...
+
+    shortest: tokens of the shortest one; 0: it has none, or none is counted.
+    """
 
     def __init__(self, description: str) -> None:
         """`description`: the records, for the message, such as "prompts that are too long"."""
         self.description = description
         self.count = 0
+        self.shortest = 0
 
-    def add(self) -> None:
-        """Count one record."""
+    def add(self, tokens: int = 0) -> None:
+        """Count one record of `tokens` tokens."""
+        self.shortest = min(self.shortest or tokens, tokens)
         self.count += 1
         if self.count & (self.count - 1) == 0:
             log.warning("left out so far: %d %s", self.count, self.description)
@@ -182,7 +187,7 @@ class _PromptEncoder:
         if self._reader is not None:
             tokens, images = with_images(tokens, record.images, self._reader, record.where)
         if len(tokens) > self._max_tokens:
-            self._too_long.add()
+            self._too_long.add(len(tokens))
             return None
         return Prompt(
             tokens,
@@ -196,11 +201,23 @@ class _PromptEncoder:
 
     def no_items_error(self, field: str) -> InvalidInput:
         """Return the error for data whose prompts are all too long."""
+        return no_items_error(field, "prompt", self._too_long, "method.max_prompt_tokens")
+
+
+def no_items_error(field: str, item: str, too_long: OmissionCounter, key: str) -> InvalidInput:
+    """Return the error for data of which every record is left out, `too_long` ones by `key`.
+
+    `item`: what the records are, in one word.
+    """
+    if not too_long.count:
         return InvalidInput(
-            f"no prompt of at most {self._max_tokens} tokens is left",
-            field=field,
-            hint="add data, lower eval.prompts, or raise method.max_prompt_tokens",
+            f"the data has no {item} that can be used", field=field, hint="add records"
         )
+    return InvalidInput(
+        f"all {item}s are left out: {too_long.count} {too_long.description}",
+        field=field,
+        hint=f"the shortest has {too_long.shortest} tokens: set {key} to at least that, or more",
+    )
 
 
 def require_tokens(ids: Sequence[int], where: str, field: str) -> None:
@@ -437,6 +454,13 @@ def load_items(
         encoded_count += 1
     if not held_out_items:
         raise encoder.no_items_error(field)
+    if data.eval_path is None and encoded_count == len(order):
+        most = len(held_out_items) - 1
+        raise InvalidInput(
+            f"eval.prompts = {held_out} leaves none of the {len(order)} records to train on",
+            field="eval.prompts",
+            hint=f"set eval.prompts to at most {most}" if most else "add records",
+        )
     if not data.eval_path:
         records_of = {field: order[encoded_count:], **records_of}
     sets = [build_set(records, name) for name, records in records_of.items()]

@@ -13,6 +13,7 @@ from clients.config.evaluation import EvalJob, ExamConfig
 from clients.config.file import named_files
 from clients.data.models.files import use_caches_if_away
 from clients.preflight.files import check_files, check_here
+from clients.preflight.limits import fit_limits, read_limits, write_limits
 from clients.runs.directory import RunDirectory, Verdict
 from clients.runs.metrics_file import MetricsLog
 from clients.runs.progress import Progress, run_program
@@ -51,6 +52,9 @@ def evaluate(run: RunDirectory, job: EvalJob, progress: Progress) -> Verdict:
     check_here(job, run.path)
     if not all(Path(name).exists() for _, name in named_files(job)):
         use_caches_if_away()
+    limits = read_limits(run.path) or fit_limits(job, remote=True)
+    write_limits(run.path, limits)
+    job = limits.apply(job)
     progress.say("loading the model", 0)
     # Imported late: it loads torch, and the checks above do not need it.
     from student_trainer.run.provenance import write_environment

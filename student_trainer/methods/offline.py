@@ -44,7 +44,7 @@ from clients.config.offline import OfflineJob
 from clients.config.tables.common import StudentConfig
 from clients.config.tables.data import DataConfig, PromptKeys
 from clients.data.images import ImageReader
-from clients.preflight.teachers import check_length
+from clients.preflight.limits import check_room
 from protos.errors import DistillError
 from student_trainer.cross_tokenizer.objectives import StoredAnswersObjective
 from student_trainer.cross_tokenizer.special_token_store import SpecialTokenStore
@@ -98,9 +98,7 @@ def prepare(config: OfflineJob, inputs: Inputs) -> Preparation:
     """Open the stores, check them against student and teacher, and read the evaluation prompts."""
     stores, max_length = open_stores(config), inputs.max_length
     store = stores.training
-    longest = store.longest + config.method.max_new_tokens
-    for teacher in inputs.teachers.values():
-        check_length(longest, teacher.label, teacher.info.max_length)
+    readers = {teacher.label: teacher.info.max_length for teacher in inputs.teachers.values()}
     has_images = any(opened and opened.has_images for opened in (store, stores.held_out))
     images = load_image_reader(config.student, "data.path") if has_images else None
     reader = open_cross_tokenizer_store(config, stores, inputs.tokenizer, max_length)
@@ -114,7 +112,9 @@ def prepare(config: OfflineJob, inputs: Inputs) -> Preparation:
     else:
         vocab_size = min(inputs.width, reader.tokens)
     if config.teacher is not None or config.is_evaluated:
-        check_length(longest, "student", max_length)
+        remedy = "capture again with method.max_tokens of at most"
+        for label, context in [*readers.items(), ("student", max_length)]:
+            check_room(store.longest, config.method.max_new_tokens, label, context, remedy)
     task_prompts = load_task_prompts(config, inputs.tokenizer, store.longest, inputs.model_ids)
     return Preparation(
         vocab_size,

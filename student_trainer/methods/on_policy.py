@@ -37,7 +37,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from clients.config.on_policy import OnPolicyJob
-from clients.preflight.teachers import check_length
+from clients.preflight.limits import check_lengths
 from student_trainer.cross_tokenizer.comparison import (
     SpecialTokenPair,
     TokenizerPair,
@@ -130,7 +130,7 @@ def prepare(config: OnPolicyJob, inputs: Inputs) -> Preparation:
     """Compare the tokenizers of student and teachers, and read the prompts."""
     images = load_prompt_images(config)
     pair, vocab_size = pair_tokenizers(config, inputs)
-    check_length(config.longest_sequence, "student", inputs.max_length)
+    check_lengths(config, "student", inputs.max_length)
     prompts = load_prompts(
         config.data,
         inputs.tokenizer,

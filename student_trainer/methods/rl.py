@@ -52,7 +52,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from clients.config.rl import RLJob
-from clients.preflight.teachers import check_length
+from clients.preflight.limits import check_lengths
 from protos.rows.codec import RowBlock
 from student_trainer.critic import CriticAdvantages
 from student_trainer.cross_tokenizer.comparison import TokenizerPair
@@ -291,7 +291,7 @@ def prepare(config: RLJob, inputs: Inputs) -> Preparation:
     images = load_prompt_images(config)
     pair, vocab_size = pair_tokenizers(config, inputs)
     assert not isinstance(pair, TokenizerPair), "compare_tokenizers refuses it"
-    check_length(config.longest_sequence, "student", inputs.max_length)
+    check_lengths(config, "student", inputs.max_length)
     check_top_k(config.method.top_k, vocab_size, "method.top_k")
     prompts = load_rl_prompts(config, inputs.tokenizer, images, inputs.model_ids)
     check_shares(config.data, config.processes, len(prompts.held_out))

@@ -33,7 +33,7 @@ import numpy as np
 from accelerate import Accelerator
 
 from clients.config.sft import SFTJob
-from clients.preflight.teachers import check_length
+from clients.preflight.limits import check_room
 from student_trainer.data.batch import placeholder_rows
 from student_trainer.data.examples import Example, load_examples
 from student_trainer.data.prompts import ItemsOfSteps
@@ -96,7 +96,8 @@ def prepare(config: SFTJob, inputs: Inputs) -> Preparation:
     check_shares(config.data, config.processes, len(held_out))
     if config.is_evaluated:
         longest = max(len(example.prompt.ids) for example in held_out)
-        check_length(longest + config.method.max_new_tokens, "student", inputs.max_length)
+        answer, remedy = config.method.max_new_tokens, "set method.max_tokens to at most"
+        check_room(longest, answer, "student", inputs.max_length, remedy)
     return Preparation(
         inputs.width,
         lambda accelerator, student, _: build(

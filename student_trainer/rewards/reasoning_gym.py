@@ -139,7 +139,7 @@ class TaskQuestions:
                 texts.add(question.text)
                 yield question
         if len(texts) < count:
-            raise self._build_error(f"{count} different prompts to hold out")
+            raise self._build_error(f"{count} different prompts to hold out", len(texts))
 
     def _training_question(self, number: int) -> TaskQuestion:
         for attempt in range(_ATTEMPTS):
@@ -149,9 +149,10 @@ class TaskQuestions:
                 return question
         raise self._build_error("a prompt that is not held out")
 
-    def _build_error(self, missing_questions: str) -> InvalidInput:
+    def _build_error(self, missing_questions: str, found: int = 0) -> InvalidInput:
         return InvalidInput(
             f"the task does not generate {missing_questions} within the allowed length",
             field="reward.options",
-            hint="choose options with more questions, lower eval.prompts, or allow longer prompts",
+            hint=(f"set eval.prompts to at most {found // 2}, " if found > 1 else "")
+            + "choose options with more questions, or raise method.max_prompt_tokens",
         )

@@ -71,7 +71,7 @@ def check_max_tokens(max_tokens: int, max_length: int | None) -> None:
         raise InvalidInput(
             f"{max_tokens} is more than the {max_length} tokens that the student can read",
             field="method.max_tokens",
-            hint=f"lower the value to {max_length}",
+            hint=f"set method.max_tokens to at most {max_length}",
         )
 
 
@@ -82,7 +82,7 @@ def check_stored_length(store: TrainingStore, max_length: int | None) -> None:
             f"a sequence of the {store.label} has {store.longest} tokens, but the student can read"
             f" only {max_length}",
             field=store.field,
-            hint="capture again with a smaller method.max_tokens",
+            hint=f"capture again with method.max_tokens = {max_length}",
         )
 
 

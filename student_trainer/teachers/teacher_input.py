@@ -133,12 +133,16 @@ def privileged_prompt(
         ids = torch.tensor(prompt_format.ids(tokenizer, conversation))
         length = len(ids) + len(rollout.completion)
         if max_tokens is not None and length > max_tokens:
+            room = rollout.start - (length - max_tokens)
             raise InvalidInput(
                 f"with {'the context' if context else 'its own prompt'} the {reader} would read"
                 f" {length} tokens, more than its limit of {max_tokens}",
                 field=field if context else "method.max_prompt_tokens",
-                hint=("shorten the context" if context else "lower the value")
-                + ", or lower method.max_new_tokens",
+                hint=f"set method.max_prompt_tokens to at most {room}"
+                if room > 0
+                else f"set method.max_new_tokens to at most {max_tokens - len(ids)}"
+                if max_tokens > len(ids)
+                else f"use a model that reads at least {length} tokens",
             )
         return ids
 

@@ -27,6 +27,8 @@ from clients.data.preview import (
 )
 from clients.data.prompt_format import check_chat_template, date_warning, template_text
 from clients.data.tokens.answers import end_ids
+from clients.preflight.limits import fit_limits
+from clients.preflight.teachers import ask_contexts
 from clients.runs.progress import print_reply
 from clients.store.copies import files_on_disk
 from protos.errors import InvalidInput
@@ -103,6 +105,7 @@ def main() -> int:
 
     def work() -> str:
         job = files_on_disk(CaptureJob.model_validate_json(sys.stdin.read()))
+        job = fit_limits(job, ask_contexts(job), remote=True).apply(job)
         return preview_of(job, load_tokenizer(job), shown).to_json()
 
     return print_reply(work)

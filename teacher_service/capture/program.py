@@ -22,6 +22,7 @@ from clients.data.prompt_format import template_text
 from clients.data.records import DataSet, check_left_out
 from clients.data.tokens.tokenizer import tokens_of
 from clients.preflight.files import check_here
+from clients.preflight.limits import fit_limits, read_limits, write_limits
 from clients.preflight.teachers import check_capture
 from clients.runs.directory import RunDirectory, Verdict
 from clients.runs.metrics_file import MetricsLog
@@ -73,9 +74,12 @@ def _capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: in
         _check_storage(store_path, progress.stop_asked)
     _check_hub(job)
     tokenizer = load_tokenizer(job)
-    write_preview(run, lambda: preview_of(job, tokenizer))
     query_settings = QuerySettings.from_job(job)
     with _open_teacher(job) as (teacher, make_source):
+        limits = read_limits(run.path) or fit_limits(job, {"teacher": teacher.max_length})
+        write_limits(run.path, limits)
+        original_job, job = limits.apply(original_job), limits.apply(job)
+        write_preview(run, lambda: preview_of(job, tokenizer))
         teacher.require_same_tokens(tokenizer)
         if job.student is not None:
             narrowed_teacher = teacher.narrow(_student_width(job.student), tokenizer)

@@ -122,7 +122,7 @@ CASES = {
     ),
     "too long": Refusal(
         {"method.max_new_tokens": "4096"},
-        ("method.max_new_tokens: ", "teacher reads at most 2048", "lower the value"),
+        ("method.max_new_tokens: ", "teacher reads at most 2048", "to at most 2032"),
     ),
     "no column": Refusal(
         {"data.path": "{root}/data.jsonl"},

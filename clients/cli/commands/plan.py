@@ -36,6 +36,7 @@ def plan(
     from clients.plan import memory_report
     from clients.plan.memory_plan import plan_of, shape_of_student
     from clients.preflight.files import check_processes
+    from clients.preflight.limits import fit_limits
     from clients.preflight.parallel import check_context_parallel, check_tensor_parallel
 
     plan_overrides = [*(sets or []), *([f"train.processes={gpus}"] if gpus else [])]
@@ -46,6 +47,7 @@ def plan(
             field="method.type",
             hint="plan a training job",
         )
+    config = fit_limits(config).apply(config)
     check_processes(config)
     check_tensor_parallel(config)
     check_context_parallel(config)

@@ -6,17 +6,20 @@ The string under each field is its description in docs/reference.md and `distill
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     PlainValidator,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
     ValidationError,
     ValidationInfo,
     WithJsonSchema,
     field_validator,
+    model_serializer,
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
@@ -93,6 +96,24 @@ class Table(BaseModel):
     )
 
 
+class LimitsTable(Table):
+    """A table with limits that fit the models and the data unless they are set.
+
+    `clients/preflight/limits.py` computes them. JSON has them only if they are set, so that its
+    reader knows which are.
+    """
+
+    limits: ClassVar[frozenset[str]] = frozenset()
+
+    @model_serializer(mode="wrap")
+    def _leave_out_unset_limits(
+        self, serialize: SerializerFunctionWrapHandler, info: SerializationInfo
+    ) -> dict[str, Any]:
+        values: dict[str, Any] = serialize(self)
+        unset = self.limits - self.model_fields_set if info.mode_is_json() else frozenset[str]()
+        return {key: value for key, value in values.items() if key not in unset}
+
+
 _MAX_LORA_RANK = 512  # maximum of vLLM
 
 
@@ -164,8 +185,10 @@ class StudentConfig(Table):
         return attention
 
 
-class TrainConfig(Table):
+class TrainConfig(LimitsTable):
     """The optimizer (AdamW), and the division of a step into micro-batches and processes."""
+
+    limits = frozenset({"prompts_per_step"})
 
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """adamw_8bit: moments in 8 bits, 2.1 instead of 8 bytes per weight; needs torchao."""
@@ -185,7 +208,7 @@ class TrainConfig(Table):
     """Maximum consecutive updates skipped because of a non-finite gradient; one more fails the job.
     """
     prompts_per_step: Count = 32
-    """Prompts (or stored sequences) per step, over all processes."""
+    """Prompts (or stored sequences) per step, over all processes. Unset: a tenth at most."""
     tokens_per_micro_batch: Count = 16384
     """Padded tokens per forward pass. It changes memory use, not results."""
     processes: Count = 1
@@ -241,13 +264,15 @@ class TrainConfig(Table):
         return context_parallel
 
 
-class EvalConfig(Table):
+class EvalConfig(LimitsTable):
     """Held-out evaluation: before the first step, every `every` steps, and at the end."""
+
+    limits = frozenset({"prompts"})
 
     every: Count = 50
     """Steps between evaluations."""
     prompts: Count = 128
-    """Number of held-out prompts (or stored sequences)."""
+    """Number of held-out prompts (or stored sequences). Unset: at most a tenth of the records."""
     metric: Literal["none", "exact_match"] = "none"
     """exact_match: compare final answers (the line after the last '####', or else the whole
     answer).

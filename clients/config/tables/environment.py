@@ -6,16 +6,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from clients.config.tables.common import Count, Name, Table
+from clients.config.tables.common import Count, LimitsTable, Name
 from clients.data.records import FILE_SUFFIXES
 
 URL_SCHEMES = ("http://", "https://")
 PASSAGES = "contents"  # the column of a file of passages
 
 
-class SearchConfig(Table):
+class SearchConfig(LimitsTable):
     """Search for the queries that the student writes between <search> and </search> (Search-R1)."""
 
+    limits = frozenset({"max_passage_tokens"})
     retriever: Name
     """A .jsonl or .parquet file of passages (searched with BM25), or http://HOST:PORT/retrieve."""
     type: Literal["search"] = "search"

@@ -9,7 +9,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from clients.config.tables.common import FORMER_TAIL, Count, Table, Tail, TailDraws, check_tail
+from clients.config.tables.common import (
+    FORMER_TAIL,
+    Count,
+    LimitsTable,
+    Table,
+    Tail,
+    TailDraws,
+    check_tail,
+)
 
 Weight = Annotated[float, Field(ge=0)]
 # Tail modes without an importance weight of the sampled token. Draws have their own log-probs.
@@ -18,9 +26,10 @@ UNWEIGHTED = ("none", "bucket", "bucket+draws")
 BASELINES = ("bucket+draws", "bucket", FORMER_TAIL)
 
 
-class RLConfig(Table):
+class RLConfig(LimitsTable):
     """Reinforcement learning (GRPO), with a KL to the anchor, to a teacher, or to both."""
 
+    limits = frozenset({"max_prompt_tokens", "max_new_tokens"})
     type: Literal["rl"]
     """The method."""
     reward_weight: Weight = 1.0
@@ -80,9 +89,9 @@ class RLConfig(Table):
     importance_mask: Annotated[tuple[Weight, Weight] | None, Field(examples=[[0.5, 5.0]])] = None
     """[MIN, MAX]: sampled tokens with other importance weights are masked (IcePop: [0.5, 5])."""
     max_prompt_tokens: Count = 512
-    """Longer prompts are skipped and counted."""
+    """Longer prompts are skipped and counted. Unset: fits the context; see docs/jobs.md."""
     max_new_tokens: Count = 1024
-    """Maximum number of tokens of an answer."""
+    """Maximum number of tokens of an answer. Unset: fits the context."""
     temperature: Annotated[float, Field(ge=1e-3)] = 1.0
     """Temperature of sampling, and of student, anchor and teacher in the loss."""
 

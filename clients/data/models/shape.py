@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from clients.data.models.files import read_object, use_caches_if_away
@@ -144,6 +145,43 @@ def logits_in(model: Path) -> int | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return vocab_size if isinstance(vocab_size, int) else None
+
+
+# What architectures call the context in config.json.
+_CONTEXT_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "model_max_length",
+    "context_length",
+)
+
+
+def context_of(model: str, revision: str | None = None) -> int | None:
+    """Return the largest number of tokens that a model reads, from its config.json.
+
+    `model`: a directory or a hub id. None: the file does not state it, or cannot be read. With
+    LongRoPE, the number up to which the rotary factors stay the same; see `rope_switch`.
+    """
+    try:
+        config = read_object(config_file(model, revision), FIELD)
+    except InvalidInput:
+        return None
+    text_config = config.get("text_config")
+    shape = text_config if isinstance(text_config, dict) else config
+    values = [shape.get(key) for key in _CONTEXT_KEYS]
+    lengths = [value for value in values if isinstance(value, int) and value > 0][:1]
+    switch = rope_switch(SimpleNamespace(rope_parameters=_rope_parameters(shape)))
+    return min([*lengths, *([] if switch is None else [switch])], default=None)
+
+
+def _rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the rotary parameters of a config.json, which earlier versions call rope_scaling."""
+    scaling = config.get("rope_scaling")
+    if isinstance(config.get("rope_parameters"), dict) or not isinstance(scaling, dict):
+        return config.get("rope_parameters")
+    length = "original_max_position_embeddings"
+    return {"rope_type": scaling.get("type"), length: config.get(length), **scaling}
 
 
 def config_file(model: str, revision: str | None = None) -> Path:

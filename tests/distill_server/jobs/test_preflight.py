@@ -106,7 +106,11 @@ CASES = {
     ),
     "too long": Refusal(
         {"method__max_new_tokens": 49},
-        ("method.max_new_tokens: ", "65 tokens, but the teacher reads at most 64"),
+        (
+            "method.max_prompt_tokens: a sequence can have 65 tokens",
+            "the teacher reads at most 64; set method.max_prompt_tokens to at most 15, or"
+            " method.max_new_tokens to at most 48",
+        ),
     ),
     "another tokenizer": Refusal(
         {},

@@ -113,7 +113,7 @@ REFUSALS = {
         spoil=change_manifest(teacher_fingerprint="another"),
     ),
     "too few": Refusal(
-        {"eval__prompts": SEQUENCES}, ("data.path: ", "lower eval.prompts"), InvalidInput
+        {"eval__prompts": SEQUENCES}, ("data.path: ", "set eval.prompts to at most"), InvalidInput
     ),
 }
 

@@ -1,0 +1,273 @@
+"""Limits that a job does not set fit its models and its data.
+
+The default of a limit, such as `method.max_prompt_tokens` or `eval.prompts`, is for large models
+and data. Unless the job sets it, it shrinks to the context of the student and of the teachers, and
+to a tenth of the records. The result is a function of the job, the config.json of the student, the
+teachers' infos and the first records, so preflight, preview and training find the same one. The
+first attempt writes it to the run directory, where later attempts read it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+from clients.config.capture import CaptureJob
+from clients.config.evaluation import EvalJob
+from clients.config.file import replaced
+from clients.config.offline import OfflineJob
+from clients.config.tables.common import Table
+from clients.config.tables.data import DataConfig
+from clients.config.tables.job import JobConfig, TrainingJob
+from clients.data.models.shape import context_of
+from clients.data.object_urls import is_object_url
+from clients.data.outside import read_document
+from clients.data.records import DataSet
+from clients.runs.directory import replace_file
+from clients.store.dataset import LogitDataset
+from protos.errors import DistillError, InvalidInput
+
+_FILE = "limits.json"
+# The share of the records that an evaluation, or a step, takes by default.
+_SHARE = 10
+# Of default values: more records than this leave every default as it is.
+_MAX_RECORDS = 128 * _SHARE
+PROMPT, ANSWER, SEQUENCE = "max_prompt_tokens", "max_new_tokens", "max_tokens"
+
+_Job = TypeVar("_Job", bound=JobConfig)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Values for limits that a job does not set, by key, and the reason for each; often empty."""
+
+    values: Mapping[str, int] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Return one line for people; "" without values."""
+        return "; ".join(
+            f"{key} = {value} ({self.reasons[key]})" for key, value in self.values.items()
+        )
+
+    def apply(self, config: _Job) -> _Job:
+        """Return the job with these values. What the job sets stays."""
+        for key, value in self.values.items():
+            if not is_set(config, key):
+                config = replaced(config, key, value)
+        return config
+
+
+NO_LIMITS = Limits()
+
+
+def is_set(config: JobConfig, key: str) -> bool:
+    """Return whether the job, and not a default, gives `key`, such as `eval.prompts`, its value."""
+    table_name, _, name = key.partition(".")
+    return name in getattr(config, table_name).model_fields_set
+
+
+def fit_limits(
+    config: JobConfig, teachers: Mapping[str, int] | None = None, *, remote: bool = False
+) -> Limits:
+    """Return the limits of a job that it does not set and that must be below their defaults.
+
+    `teachers`: tokens that its teachers read, by label, as far as known. `remote`: read models and
+    data of the hub too. What cannot be read changes nothing: other checks report it.
+    """
+    contexts = {**_read_contexts(config, remote=remote), **(teachers or {})}
+    values: dict[str, int] = {}
+    reasons: dict[str, str] = {}
+    if contexts:
+        reader = min(contexts, key=lambda name: contexts[name])
+        lengths = _fit_lengths(config, contexts[reader])
+        values |= lengths
+        reasons |= dict.fromkeys(lengths, f"the {reader} reads {contexts[reader]} tokens")
+    if isinstance(config, TrainingJob) and (count := _count_records(config, remote=remote)):
+        counts = _fit_counts(config, count)
+        values |= counts
+        reasons |= dict.fromkeys(counts, f"the data has {count} records")
+    return Limits(values, reasons)
+
+
+def read_limits(run: Path) -> Limits | None:
+    """Return the limits that an earlier attempt wrote to its run directory; None: there is none."""
+    try:
+        return Limits(**read_document(run / _FILE))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def write_limits(run: Path, limits: Limits) -> None:
+    """Log the limits, and write them to the run directory for later attempts."""
+    replace_file(run / _FILE, json.dumps(vars(limits)) + "\n")
+    if limits.values:
+        log.info("limits that the job does not set: %s", limits)
+
+
+def check_lengths(config: JobConfig, reader: str, context: int | None) -> None:
+    """Raise InvalidInput if the sequences of a job can be longer than `reader` can read.
+
+    `reader`: the model, for the message. `context`: its largest number of tokens; None: no limit.
+    The error names the keys that help, and their largest values.
+    """
+    keys = _length_keys(config)
+    sizes = {key: int(_value(config, key)) for key in keys}
+    total = sum(sizes.values())
+    search, answer = config.search, sizes.get(f"method.{ANSWER}", 0)
+    if search is not None and search.max_passage_tokens >= answer:
+        raise InvalidInput(
+            f"the passages of a query leave no room in an answer of {answer} tokens",
+            field="environment.max_passage_tokens",
+            hint=f"set environment.max_passage_tokens to at most {answer // 2}",
+        )
+    if context is None or total <= context:
+        return
+    remedies = []
+    for key, size in sizes.items():
+        room = context - (total - size)
+        others = [other for other in keys if other != key]
+        if others and not is_set(config, others[0]):  # it then shrinks by itself
+            room = context - min(sizes[others[0]], context // 2)
+        if room > 0 and room < size:
+            remedies.append(f"{key} to at most {room}")
+    if not remedies:
+        half = context // 2
+        remedies = [" and ".join(f"{key} to at most {half}" for key in keys)]
+    raise InvalidInput(
+        f"a sequence can have {total} tokens"
+        f" ({' + '.join(f'{key} = {size}' for key, size in sizes.items())}), but the {reader} reads"
+        f" at most {context}",
+        field=remedies[0].split()[0],
+        hint=f"set {', or '.join(remedies)}",
+    )
+
+
+def check_room(longest: int, answer: int, reader: str, context: int | None, remedy: str) -> None:
+    """Raise InvalidInput if an answer of `answer` tokens does not fit behind `longest` tokens.
+
+    `reader`, `context`: see `check_lengths`. `remedy`: what shortens the prompt, up to the number.
+    """
+    if context is None or longest + answer <= context:
+        return
+    raise InvalidInput(
+        f"a prompt of {longest} tokens with an answer of {answer} is longer than the {context}"
+        f" tokens that the {reader} reads",
+        field=f"method.{ANSWER}",
+        hint=f"set method.{ANSWER} to at most {context - longest}"
+        if longest < context
+        else f"{remedy} {max(context - answer, context // 2)}",
+    )
+
+
+def _value(config: JobConfig, key: str) -> Any:
+    table_name, _, name = key.partition(".")
+    return getattr(getattr(config, table_name), name)
+
+
+def _length_keys(config: JobConfig) -> tuple[str, ...]:
+    """Return the keys whose sum is the longest sequence of a job."""
+    method: Table | None = getattr(config, "method", None)
+    fields = type(method).model_fields if method else {}
+    if PROMPT in fields:
+        return f"method.{PROMPT}", f"method.{ANSWER}"
+    if SEQUENCE in fields:
+        is_answered = isinstance(config, TrainingJob) and config.is_evaluated
+        return (f"method.{SEQUENCE}", *([f"method.{ANSWER}"] if is_answered else []))
+    return ()
+
+
+def _fit_lengths(config: JobConfig, context: int) -> dict[str, int]:
+    """Return values for limits of tokens that are not set, so that a sequence fits `context`."""
+    answer_key = f"method.{ANSWER}"
+    if isinstance(config, EvalJob):  # the prompts, of any length, take the other half
+        return _shrink(config, {answer_key: context // 2})
+    if isinstance(config, OfflineJob):
+        samples = config.is_evaluated or config.method.on_policy_fraction
+        longest = longest_stored(config) if samples else None
+        return {} if longest is None else _shrink(config, {answer_key: context - longest})
+    keys = _length_keys(config)
+    if len(keys) == 1:
+        return _shrink(config, {keys[0]: context})
+    prompt_key, answer_key = keys
+    prompt, answer = int(_value(config, prompt_key)), int(_value(config, answer_key))
+    if not is_set(config, answer_key):
+        is_fixed = is_set(config, prompt_key)
+        answer = min(answer, context - prompt if is_fixed else max(context // 2, context - prompt))
+    values = {prompt_key: context - answer, answer_key: answer}
+    if config.search is not None and config.search.max_passage_tokens >= answer:
+        values["environment.max_passage_tokens"] = answer // 2
+    return _shrink(config, values)
+
+
+def _fit_counts(config: TrainingJob, records: int) -> dict[str, int]:
+    """Return values for numbers of records that are not set: a tenth of all, and one a process."""
+    share = max(records // _SHARE, config.processes)
+    updates: int = getattr(getattr(config, "method", None), "updates_per_step", 1)
+    data = getattr(config, "data", None)
+    values = {}
+    if getattr(data, "eval_path", None) is None:
+        values["eval.prompts"] = share
+    if not getattr(data, "mix", ()):
+        values["train.prompts_per_step"] = max(share, config.processes * updates)
+    return _shrink(config, values)
+
+
+def _shrink(config: JobConfig, values: Mapping[str, int]) -> dict[str, int]:
+    """Return those of `values` that are below the default of a key that the job does not set."""
+    return {
+        key: value
+        for key, value in values.items()
+        if 0 < value < int(_value(config, key)) and not is_set(config, key)
+    }
+
+
+def _read_contexts(config: JobConfig, *, remote: bool) -> dict[str, int]:
+    """Return the largest numbers of tokens of the models that the job names, by model."""
+    models: dict[str, tuple[str, str | None]] = {}
+    student = getattr(config, "student", None)
+    if student is not None and not isinstance(config, CaptureJob):
+        models["student"] = student.model, getattr(student, "revision", None)
+    if config.teacher_link is not None and config.teacher_link.model is not None:
+        models["teacher"] = config.teacher_link.model, None
+    contexts = {
+        reader: context_of(model, revision)
+        for reader, (model, revision) in models.items()
+        if remote or Path(model).is_dir()
+    }
+    return {reader: context for reader, context in contexts.items() if context is not None}
+
+
+def _count_records(config: JobConfig, *, remote: bool) -> int:
+    """Return the number of records to learn from, at most _MAX_RECORDS; 0 if it is unknown."""
+    data = getattr(config, "data", None)
+    try:
+        if isinstance(config, OfflineJob):
+            return 0 if is_object_url(config.data.path) else len(LogitDataset(config.data.path))
+        if not isinstance(data, DataConfig) or not (remote or Path(data.path).is_file()):
+            return 0
+        records = DataSet(data.path, data.name, data.split).records(data.prompt_format.columns)
+        return sum(1 for _ in islice(records, _MAX_RECORDS))
+    except (DistillError, OSError):
+        return 0
+
+
+def longest_stored(job: JobConfig) -> int | None:
+    """Return the tokens of the longest sequence of the job's store; None if it cannot be read.
+
+    None too if the job has no store. A store at a URL is not read: the job's program copies it.
+    """
+    path = job.stores.get("data.path")
+    if path is None or is_object_url(path):
+        return None
+    try:
+        return int(LogitDataset(path).lengths.max(initial=0))
+    except (DistillError, OSError):
+        return None
