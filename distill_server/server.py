@@ -85,6 +85,7 @@ async def run_server(
             preflight=preflight,
             files=files,
             stop_trainer=partial(runner.stop, now=False),
+            let_wait=scheduler.waits.begin_at_submit,
         )
         streams, uploads = Streams(store, runs, notifier, files), Uploads(runs)
         removals = Removals(connection, store, runs, files, notifier.notify)

@@ -49,6 +49,10 @@ _BUSY_FACTOR = 10
 _ENVELOPE_BYTES = 1024
 
 
+class TeacherNotReady(Unavailable):
+    """The teacher answers, but loads its model or stops; the message has the stage."""
+
+
 class TeacherClient:
     """Scores queries at one or several teacher services. Methods are thread-safe.
 
@@ -351,7 +355,7 @@ class TeacherClient:
         if not isinstance(fault, Unavailable | TimedOut):
             return fault
         if sent_fault(error):  # it loads its model, or stops
-            return Unavailable(
+            return TeacherNotReady(
                 f"the {lane.name} answers: {fault.message}", field=self._field, hint=fault.hint
             )
         return Unavailable(

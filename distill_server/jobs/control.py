@@ -40,6 +40,8 @@ _TEXT_CHARS = 256 << 10
 Submission: TypeAlias = tuple[str, str, str]
 # Sends SIGTERM to the trainer of an attempt; blocking.
 StopTrainer: TypeAlias = Callable[[RunDirectory, int], None]
+# Lets a new job wait for the teacher that the error is about, and returns the job.
+LetWait: TypeAlias = Callable[[Job, DistillError], Job]
 
 
 def _ignore_stop(run: RunDirectory, attempt: int) -> None:
@@ -63,8 +65,11 @@ class JobControl:
         preflight: Preflight = accept_all,
         files: RunFiles | None = None,
         stop_trainer: StopTrainer = _ignore_stop,
+        let_wait: LetWait | None = None,
     ) -> None:
         """`wake` is called when the scheduler has work. `preflight` runs before a job is queued.
+
+        `let_wait`: None refuses a job whose teacher is away or loads.
 
         `stop_trainer` sends SIGTERM to an attempt whose request to stop cannot be written. More
         than `most_queued` queued jobs make `submit` and `resume` raise Overloaded.
@@ -77,12 +82,18 @@ class JobControl:
         self._preflight = preflight
         self._files = files or RunFiles()
         self._stop_trainer = stop_trainer
+        self._let_wait = let_wait
 
     async def check(self, *configs_json: str) -> None:
-        """Raise the errors that `submit_checked` would raise, without queueing the jobs."""
-        await self._check_jobs(
+        """Raise the errors that `submit_checked` would raise, without queueing the jobs.
+
+        Also Unavailable if a job would wait for its teacher.
+        """
+        problems = await self._check_jobs(
             [self._parse_submission(config_json, "", "") for config_json in configs_json]
         )
+        for problem in filter(None, problems):
+            raise problem
 
     async def submit_checked(
         self, config_json: str, config_text: str, idempotency_key: str, owner: str = ""
@@ -100,10 +111,10 @@ class JobControl:
         configs = [self._parse_submission(*request) for request in requests]
         if known_jobs := self._find_known_jobs(configs, requests):
             return known_jobs
-        await self._check_jobs(configs)
+        problems = await self._check_jobs(configs)
         # The preflight awaits: another request may have used the key or filled the queue meanwhile.
         return self._find_known_jobs(configs, requests) or self._queue_jobs(
-            configs, requests, owner
+            configs, requests, owner, problems
         )
 
     def submit(self, config_json: str, config_text: str, idempotency_key: str) -> Job:
@@ -197,7 +208,8 @@ class JobControl:
             raise InvalidInput(f"longer than {_KEY_CHARS} characters", field="idempotency_key")
         return config
 
-    async def _check_jobs(self, configs: Sequence[AnyJob]) -> None:
+    async def _check_jobs(self, configs: Sequence[AnyJob]) -> list[DistillError | None]:
+        """Check jobs; return for each why its teacher must be waited for, or None."""
         if len(configs) > MAX_SUBMITTED_JOBS:
             raise InvalidInput(
                 f"{len(configs)} jobs in one call; the limit is {MAX_SUBMITTED_JOBS}",
@@ -205,14 +217,20 @@ class JobControl:
                 hint="divide the file into smaller files",
             )
         self._link_jobs(configs)
-        await asyncio.gather(*(self._check_job(config, configs) for config in configs))
+        return await asyncio.gather(*(self._check_job(config, configs) for config in configs))
 
-    async def _check_job(self, config: AnyJob, configs: Sequence[AnyJob]) -> None:
+    async def _check_job(self, config: AnyJob, configs: Sequence[AnyJob]) -> DistillError | None:
         with _naming_job(config, configs):
             self._require_place(config)
             # Outputs of other jobs are checked when the job starts.
             if not outputs_in(config):
-                await self._preflight(config, self._runs)
+                try:
+                    await self._preflight(config, self._runs)
+                except Unavailable as error:
+                    if self._let_wait is None or not error.field.startswith("teacher"):
+                        raise
+                    return error
+        return None
 
     def _link_jobs(self, configs: Sequence[AnyJob]) -> list[tuple[str, LinkedJob]]:
         """Return new ids, and the jobs with ids in place of the names of other jobs."""
@@ -245,14 +263,22 @@ class JobControl:
         return known_jobs
 
     def _queue_jobs(
-        self, configs: Sequence[AnyJob], requests: Sequence[Submission], owner: str = ""
+        self,
+        configs: Sequence[AnyJob],
+        requests: Sequence[Submission],
+        owner: str = "",
+        problems: Sequence[DistillError | None] = (),
     ) -> list[Job]:
+        problems = problems or [None] * len(configs)
         for config in configs:
             self._require_place(config, len(configs))
         new_jobs = [
-            NewJob(job_id, new_job.config, config, key, new_job.dependencies, owner)
-            for (job_id, new_job), config, (_, _, key) in zip(
-                self._link_jobs(configs), configs, requests, strict=True
+            NewJob(
+                *(job_id, new_job.config, config, key, new_job.dependencies, owner),
+                waits_for=problem.field if problem else "",
+            )
+            for (job_id, new_job), config, (_, _, key), problem in zip(
+                self._link_jobs(configs), configs, requests, problems, strict=True
             )
         ]
         try:
@@ -261,7 +287,10 @@ class JobControl:
                 # The text of a file with several jobs is sent with the first job only.
                 self._create_run(new_job.id, new_job.config, text or requests[0][1])
             failpoint("run-made")
-            jobs = self._store.add_all(new_jobs)
+            jobs = [
+                self._let_wait(job, problem) if problem and self._let_wait else job
+                for job, problem in zip(self._store.add_all(new_jobs), problems, strict=True)
+            ]
         except Exception:
             for new_job in new_jobs:
                 shutil.rmtree(self._runs / new_job.id, ignore_errors=True)

@@ -65,7 +65,8 @@ class NewJob:
 
     `submitted_config` is the configuration as the client sent it, with names of jobs in place of
     ids. An empty `key` means no idempotency key. `dependencies` are the ids of the jobs that must
-    succeed before this job starts. `owner` is the owner of the token that submitted it.
+    succeed before this job starts. `owner` is the owner of the token that submitted it. `waits_for`
+    is the key of a teacher that is away or loads, or "".
     """
 
     id: str
@@ -74,6 +75,7 @@ class NewJob:
     key: str = ""
     dependencies: Sequence[str] = ()
     owner: str = ""
+    waits_for: str = ""
 
 
 @dataclass(frozen=True)

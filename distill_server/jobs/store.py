@@ -95,7 +95,9 @@ class JobStore:
                 *(self._next_place(), config.priority, new_job.owner, json.dumps(config.labels)),
             ),
         )
-        self._insert_attempt(new_job.id, Attempt(1))
+        waiting_since = now if new_job.waits_for else 0.0
+        attempt = Attempt(1, waiting_since=waiting_since, waits_for=new_job.waits_for)
+        self._insert_attempt(new_job.id, attempt)
         self.dependencies.insert(new_job.id, new_job.dependencies)
         if new_job.key:
             self._db.execute(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from clients.config.tables.after import outputs_in
 from clients.jobs.job import Job, JobState
+from clients.teacher.client import TeacherNotReady
 from distill_server.jobs.job_file import parse_config
 from distill_server.jobs.preflight import Preflight
 from distill_server.jobs.store import Attempt, Change, JobStore
@@ -25,11 +26,15 @@ _MAX_TRIES = 16
 
 @dataclass
 class _Wait:
-    """The wait of one attempt. `next_at` is the monotonic time of the next try."""
+    """The wait of one attempt. `next_at` is the monotonic time of the next try.
+
+    `away_since`: the monotonic time since which no teacher of a new job answers; None if one does.
+    """
 
     attempt: Attempt
     pause: float
     next_at: float
+    away_since: float | None
     task: asyncio.Task[None] | None = None
     is_over: bool = False
 
@@ -77,6 +82,13 @@ class Waits:
             attempt, previous_wait.pause if previous_wait else 0.0
         )
         return _format_phase(wait)
+
+    def begin_at_submit(self, job: Job, problem: DistillError) -> Job:
+        """Begin the wait of a new job for its teacher, which is away or loads; return the job."""
+        wait = self._waits[job.id] = self._create_wait(self._store.attempt(job), 0.0)
+        if isinstance(problem, TeacherNotReady):
+            wait.away_since = None
+        return self._store.change(job.id, Change(phase=_format_phase(wait, problem.message)))
 
     def is_waiting(self, job: Job) -> bool:
         """Return True if this QUEUED job must wait."""
@@ -149,19 +161,40 @@ class Waits:
         if problem is None:
             self._store.change(job.id, Change(phase=""))
             wait.is_over = True
+        elif away := self._patience_over(job, wait, problem):
+            reason = f"{problem}; the job has waited {away:g} s for it (teacher.patience_seconds)"
+            self._store.change(job.id, Change(JobState.FAILED, reason=reason, phase=""))
+            del self._waits[job.id]
         elif self.must_give_up(since):
             reason = format_given_up(str(problem), since)
             self._store.change(job.id, Change(JobState.FAILED, reason=reason, phase=""))
             del self._waits[job.id]
         else:
-            wait.pause = min(self._longest_pause, 2 * wait.pause)
+            if not isinstance(problem, TeacherNotReady):  # it tells a percentage, which changes
+                wait.pause = min(self._longest_pause, 2 * wait.pause)
             wait.next_at = time.monotonic() + wait.pause
             if job.phase != (phase := _format_phase(wait, problem.message)):
                 self._store.change(job.id, Change(phase=phase))
 
     def _create_wait(self, attempt: Attempt, last_pause: float) -> _Wait:
         pause = min(self._longest_pause, max(self._pause, 2 * last_pause))
-        return _Wait(attempt, pause, time.monotonic() + pause)
+        now = time.monotonic()
+        return _Wait(attempt, pause, now + pause, now)
+
+    def _patience_over(self, job: Job, wait: _Wait, problem: DistillError) -> float:
+        """Return the patience of a new job whose teacher has been away for longer, otherwise 0.
+
+        A job that has started before waits up to `give_up_after`.
+        """
+        if isinstance(problem, TeacherNotReady):
+            wait.away_since = None
+            return 0.0
+        wait.away_since = wait.away_since or time.monotonic()
+        teacher = parse_config(job.config_json).teacher_link
+        if job.attempt > 1 or teacher is None or not problem.field.startswith("teacher"):
+            return 0.0
+        patience = teacher.patience_seconds
+        return patience if time.monotonic() - wait.away_since >= patience else 0.0
 
 
 def format_given_up(reason: str, since: float) -> str:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from clients.config.kinds import AnyJob
 from clients.jobs.job import Job
 from clients.runs.directory import RunDirectory, Status, Verdict
 from distill_server.jobs.control import JobControl
@@ -107,6 +108,8 @@ class SmallServer:
             max_queued,
             files=self.files,
             stop_trainer=partial(self.runner.stop, now=False),
+            preflight=self.preflight,
+            let_wait=self.scheduler.waits.begin_at_submit,
         )
 
     def look(self) -> bool:
@@ -122,6 +125,9 @@ class SmallServer:
 
     def cancel(self, job_id: str, *, now: bool) -> Job:
         return self._loop.run(self.control.cancel(job_id, now=now))
+
+    def submit_checked(self, config: AnyJob) -> Job:
+        return self._loop.run(self.control.submit_checked(config.model_dump_json(), "", ""))
 
     def close(self) -> None:
         """Stop as if killed."""

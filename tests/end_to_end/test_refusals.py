@@ -113,7 +113,7 @@ CASES = {
         make=save_without_weights,
     ),
     "no teacher": Refusal(
-        {"teacher.address": "127.0.0.1:1"},
+        {"teacher.address": "127.0.0.1:1", "teacher.patience_seconds": "1"},
         ("teacher.address: ", "no teacher answers at 127.0.0.1:1", "start a teacher"),
         ExitCode.UNREACHABLE,
     ),
@@ -184,9 +184,9 @@ def test_the_server(
     from tests.student_trainer.tiny import job
 
     # Jobs that the command refuses by the job file alone also reach a server.
-    at_once = ("another tokenizer", "k > max", "no data file", "no student", "no teacher")
+    at_once = ("another tokenizer", "k > max", "no data file", "no student")
     at_once += ("no weights", "too long", "no column")
-    at_start = ("bad json",)
+    at_start = ("bad json", "no teacher")
     server = make_server(slots=2)
 
     def submit_case(case: Refusal, root: Path) -> Job:

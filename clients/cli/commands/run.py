@@ -13,7 +13,7 @@ import typer
 from clients.cli.commands.jobs import max_steps_of
 from clients.cli.output import Output
 from clients.cli.settings import NameOption, SetOption, overrides, settings_of
-from protos.errors import ExitCode, InvalidInput, WrongState, error_of
+from protos.errors import ExitCode, InvalidInput, Unavailable, WrongState, error_of
 
 if TYPE_CHECKING:
     from clients.config.file import JobFile
@@ -112,13 +112,14 @@ def _run_and_conclude(
 ) -> ExitCode:
     from clients.cli.live.display import conclude
     from clients.cli.live.foreground_run import run_attempt
-    from clients.cli.live.foreground_teacher import foreground_teacher
+    from clients.cli.live.foreground_teacher import foreground_teacher, wait_for_teachers
 
     output.say(f"run directory {run.path}")
     try:
         with foreground_teacher(run.config(), run, output) as inherited:
+            wait_for_teachers(run.config(), output)
             progress, code = run_attempt(run, attempt, output, inherited)
-    except InvalidInput:  # the teacher cannot be started
+    except (InvalidInput, Unavailable):  # the teacher cannot be started, or does not answer
         if remove_if_refused:
             shutil.rmtree(run.path)
         raise

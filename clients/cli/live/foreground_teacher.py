@@ -1,4 +1,4 @@
-"""The teacher that `distill run` starts for a job with `teacher.model`, and stops after the job."""
+"""The teachers of a `distill run`: started and stopped with it, or waited for at an address."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from pathlib import Path
 
 from clients.cli.output import Output
 from clients.config.kinds import AnyJob
+from clients.preflight.teachers import adapter_of, field_of, services_of
 from clients.runs.directory import RunDirectory
 from clients.runs.launch import teacher_command
 from clients.runs.started_services import write_address
-from protos.errors import InternalFault, InvalidInput
+from clients.teacher.client import TeacherClient, TeacherNotReady
+from protos.errors import DistillError, InternalFault, InvalidInput, Unavailable
 
 _LISTENS = re.compile(r"^teacher listening on (\S+)$", re.MULTILINE)
 _SECONDS_BETWEEN_POLLS = 0.1
+_SECONDS_BETWEEN_CALLS = 1.0
 _SECONDS_TO_STOP = 20.0
 # Reads the number of a process group, and ends the group at the end of the standard input: when all
 # processes that hold the other end of the pipe have ended, even if they were killed.
@@ -62,6 +65,41 @@ def foreground_teacher(
     finally:
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)
+
+
+def wait_for_teachers(config: AnyJob, output: Output) -> None:
+    """Wait until the teacher services of the job answer, and say what they do meanwhile.
+
+    A teacher that loads its model is waited for as long as it takes. Raises Unavailable if one does
+    not answer for `teacher.patience_seconds`.
+    """
+    if config.teacher_link is None:
+        return
+    patience = config.teacher_link.patience_seconds
+    for name, address in services_of(config).items():
+        with TeacherClient(address, field=field_of(name), adapter=adapter_of(config)) as client:
+            answered_at, sentence = time.monotonic(), ""
+            while problem := _find_absence(client):
+                if isinstance(problem, TeacherNotReady):
+                    answered_at = time.monotonic()
+                elif time.monotonic() - answered_at >= patience:
+                    problem.message += f" for {patience:g} s (teacher.patience_seconds)"
+                    raise problem
+                if problem.message != sentence:
+                    sentence = problem.message
+                    output.say(f"WAITING {field_of(name)}: {sentence}")
+                time.sleep(_SECONDS_BETWEEN_CALLS)
+
+
+def _find_absence(client: TeacherClient) -> Unavailable | None:
+    """Return why a teacher must be waited for; None if it answers. The trainer reports the rest."""
+    try:
+        client.info()
+    except Unavailable as error:
+        return error
+    except DistillError:
+        return None
+    return None
 
 
 def _start_teacher(command: Sequence[str], file: Path, guard_pipe: int) -> subprocess.Popen[bytes]:

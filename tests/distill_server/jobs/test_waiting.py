@@ -12,6 +12,7 @@ import pytest
 from clients.config.kinds import AnyJob
 from clients.jobs.job import Job, JobState
 from clients.runs.directory import RunDirectory, Status
+from clients.teacher.client import TeacherNotReady
 from distill_server.jobs import waiting
 from distill_server.runners.interface import Exited, Lost
 from distill_server.scheduler import Policy
@@ -29,10 +30,13 @@ class Teacher:
 
     def __init__(self) -> None:
         self.is_away = self.is_wrong = False
+        self.stage = ""
         self.checks = 0
 
     async def __call__(self, config: AnyJob, run: Path) -> None:
         self.checks += 1
+        if self.stage:
+            raise TeacherNotReady(f"it is loading ({self.stage})", field="teacher.address")
         if self.is_away:
             raise Unavailable("no teacher answers at here:1", field="teacher.address")
         if self.is_wrong:
@@ -111,6 +115,37 @@ def test_a_teacher_that_is_away_fails_no_job_and_holds_no_slot(site: Site) -> No
     site.advance(30)
     assert [key[0] for key in site.server.runner.alive] == [first_id]  # it kept its place
     assert site.server.store.attempt(site.job(first_id)).retries == 0
+
+
+def test_a_new_job_waits_for_its_teacher(site: Site) -> None:
+    """It loads for longer than the patience of 60 s; its stage is the reason; then it starts."""
+    site.teacher.stage = "reading its weights: 40%"
+    job = site.server.submit_checked(job_config("test"))
+    assert (job.state, job.attempt) == (JobState.QUEUED, 1)
+    phase_pattern = r"WAITING teacher\.address: it is loading \(reading its weights: 40%\) since "
+    assert re.match(phase_pattern, job.phase)
+    for percent in range(41, 99):
+        site.teacher.stage = f"reading its weights: {percent}%"
+        site.advance(5)
+        assert f": {percent}%) since" in site.job(job.id).phase
+        assert site.job(job.id).phase.endswith("next try in 5 s")
+    site.teacher.stage = ""
+    site.advance(5)
+    assert list(site.server.runner.alive) == [(job.id, 1)]
+
+
+def test_a_new_job_fails_when_the_patience_is_over(site: Site) -> None:
+    site.teacher.is_away = True
+    job = site.server.submit_checked(job_config("test"))
+    site.advance(59)
+    assert site.job(job.id).state is JobState.QUEUED
+    site.advance(30)
+    failed_job = site.job(job.id)
+    assert failed_job.state is JobState.FAILED
+    assert failed_job.reason == (
+        "teacher.address: no teacher answers at here:1; the job has waited 60 s for it"
+        " (teacher.patience_seconds)"
+    )
 
 
 def test_the_wait_outlives_the_server(site: Site) -> None:

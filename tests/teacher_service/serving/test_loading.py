@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from clients.cli.commands.doctor import _check_connection
+from clients.cli.live.foreground_teacher import wait_for_teachers
+from clients.cli.output import Output
+from clients.config.on_policy import OnPolicyJob
 from clients.runs.directory import RunDirectory
 from clients.teacher.client import TeacherClient
 from clients.teacher.query import ScoreQuery
@@ -108,6 +111,35 @@ def test_callers_learn_the_share_and_their_queries_wait(loading: GatedTeacher) -
         assert client.info().engine == "hf"
     problem = _check_connection("teacher", loading.address).problem
     assert problem == ""
+
+
+def test_a_run_waits_and_tells_the_share(
+    loading: GatedTeacher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Longer than `teacher.patience_seconds`; a teacher that is away is waited for that long."""
+    config = OnPolicyJob.model_validate(
+        {
+            "student": {"model": "m"},
+            "data": {"path": "d"},
+            "teacher": {"address": loading.address, "patience_seconds": 0.01},
+        }
+    )
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait_for_teachers, config, Output())
+        sentence = "answers: it is loading its model (reading its weights: "
+        printed_text = ""
+        while sentence not in printed_text:
+            assert not waiting.done()
+            printed_text += capsys.readouterr().err
+        loading.go_on()
+        waiting.result(60)
+    assert printed_text.startswith(
+        f"WAITING teacher.address: the teacher at {loading.address} {sentence}"
+    )
+    loading.process.kill()
+    loading.process.wait()
+    with pytest.raises(Unavailable, match=r"no teacher answers at .* for 0.01 s \(teacher.pat"):
+        wait_for_teachers(config, Output())
 
 
 def test_doctor_tells_the_share(loading: GatedTeacher) -> None:
