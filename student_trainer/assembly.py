@@ -229,7 +229,7 @@ def _load_student(
     student.choose_attention(config.student)
     if reader is not None:  # image positions assume that each sequence has a line of its own
         student.trained.layout = student.full.layout = "padded"
-    run_self_test(student, tokenizer, samples=samples_in_trainer(config))
+    run_self_test(student, tokenizer, accelerator, samples=samples_in_trainer(config))
     if config.student.compile:
         compile_layers(student.trained)
     return student

@@ -257,9 +257,10 @@ def check_sampling(path: Path, _: str) -> str:
     """Run the self-test, sample in a ragged batch, and compare with plain forward passes."""
     model = load_model(StudentConfig(model=str(path), dtype="float32")).eval()
     tokenizer = AutoTokenizer.from_pretrained(path)
-    student = Replicated(Accelerator(cpu=True), Student(model))
+    accelerator = Accelerator(cpu=True)
+    student = Replicated(accelerator, Student(model))
     student.choose_attention(StudentConfig(model=str(path)))
-    result = self_test.run_self_test(student, tokenizer, samples=True)
+    result = self_test.run_self_test(student, tokenizer, accelerator, samples=True)
     sampler = Sampler(
         model, tokenizer, top_k=0, temperature=1.0, equal_lengths=result.equal_lengths
     )

@@ -42,6 +42,8 @@ def probe_sampling(model: Any, tokenizer: Any, *, bf16: bool = False) -> Samplin
         with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
             ids = short[None, :-1].to(model.device)
             plain = model(input_ids=ids, use_cache=False).logits[0, -_STEPS:]
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # noqa: BLE001 (a model without sampling raises anything)
         return SamplingProbe(f"sampling fails: {error}", equal_lengths=True)
     # A logit of 64 or more has steps of 0.5 in bfloat16; two passes may round it differently.
@@ -58,6 +60,8 @@ def probe_sampling(model: Any, tokenizer: Any, *, bf16: bool = False) -> Samplin
             return SamplingProbe(fault, equal_lengths=True)
     try:
         padded = sampler.continuation_logits(before[::2], after[::2])[0]
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception:  # noqa: BLE001 (a model without padding raises anything)
         return SamplingProbe(None, equal_lengths=True)
     return SamplingProbe(None, equal_lengths=not _largest_difference(plain, padded) <= tolerance)

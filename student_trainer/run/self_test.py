@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from clients.config.tables.job import TrainingJob
@@ -18,13 +19,18 @@ from protos.errors import InvalidInput
 from student_trainer.data.batch import Batch, ScoredSequence, make_batch, placeholder_rows
 from student_trainer.data.packing import Layout
 from student_trainer.data.sequence import TokenSequence
+from student_trainer.model.student import Student
+from student_trainer.parallel.collectives import max_over_ranks, raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.parallel.shards import local
-from student_trainer.rollouts.sampling_probe import probe_sampling, rounding
+from student_trainer.rollouts.sampling_probe import SamplingProbe, probe_sampling, rounding
 
 log = logging.getLogger(__name__)
 
 _SHORT, _LONG, _TOP_K = 6, 11, 8
+# The limit of a difference is a multiple of the rounding noise of this model, which is measured in
+# batches that hold equal log-probs; it is within these multiples of the usual rounding.
+_NOISE_FACTOR, _LEAST, _MOST = 4.0, 0.25, 2.5
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,9 @@ def samples_in_trainer(config: TrainingJob) -> bool:
     return config.rollout_engine is None and (config.answers_per_step > 0 or config.is_evaluated)
 
 
-def run_self_test(student: Replicated | Sharded, tokenizer: Any, *, samples: bool) -> SelfTest:
+def run_self_test(
+    student: Replicated | Sharded, tokenizer: Any, accelerator: Accelerator, *, samples: bool
+) -> SelfTest:
     """Collective. Test the student, set its `equal_lengths`, and log the result.
 
     The test uses a short and a longer sequence. It compares training mode with evaluation mode
@@ -66,21 +74,22 @@ def run_self_test(student: Replicated | Sharded, tokenizer: Any, *, samples: boo
     `samples`, sampling with a forward pass. Each trainable weight must get a finite gradient. The
     student is in evaluation mode afterwards.
 
-    Raises InvalidInput (`student.model` or `student.lora`) if there is no safe path.
+    Raises InvalidInput (`student.model` or `student.lora`) on all ranks if one has no safe path.
     """
     ids = torch.arange(_LONG) % student.trained.vocab_size
     with student.passes():
-        _compare_passes(student, ids)
-    untrained = _find_untrained(student, ids)
+        passes = _run_passes(student, ids)
+    raise_on_all_ranks(accelerator, lambda: _check_passes(passes, student.trained))
+    faults, untrained = _find_untrained(student, ids)
+    raise_on_all_ranks(accelerator, lambda: _check_gradients(student, faults, untrained))
     student.trained.eval()
     equal_lengths = False
     if samples:
         with student.gathered():
             full = student.full.eval()
             probe = probe_sampling(full.model, tokenizer, bf16=full.bf16)
-        if probe.fault is not None:
-            raise _refuse(probe.fault, "choose rollouts.engine = 'vllm', or another student")
-        equal_lengths = probe.equal_lengths
+        raise_on_all_ranks(accelerator, lambda: _check_sampling(probe))
+        equal_lengths = bool(max_over_ranks(accelerator, int(probe.equal_lengths)))
     student.trained.equal_lengths = student.full.equal_lengths = equal_lengths
     result = SelfTest(
         student.trained.layout,
@@ -92,38 +101,78 @@ def run_self_test(student: Replicated | Sharded, tokenizer: Any, *, samples: boo
     return result
 
 
-def _compare_passes(student: Replicated | Sharded, ids: Tensor) -> None:
-    """Collective. Raise InvalidInput if a row depends on the mode, or on the other sequence."""
+@dataclass(frozen=True)
+class _Passes:
+    """Log-probs [T, K] of the short sequence at the same head ids, in several passes.
+
+    alone: by itself, also in other batches that may not change them (`others`). evaluated: beside
+    the longer sequence, and once more (`repeated`), and in training mode (`trained`); these [N, K]
+    have the rows of the longer sequence too.
+    """
+
+    alone: Tensor
+    others: tuple[Tensor, ...]
+    evaluated: Tensor
+    repeated: Tensor
+    trained: Tensor
+
+
+def _run_passes(student: Replicated | Sharded, ids: Tensor) -> _Passes:
+    """Collective. Run the passes that are compared; the student is in evaluation mode after it."""
     trained = student.trained.eval()
     top_k = min(_TOP_K, trained.vocab_size)
-    head_ids, rows = student.rows(_make_batch(student, [ids[:_SHORT]]), 1.0, top_k)
-    if not bool(rows.head_logprobs.isfinite().all()):
-        raise _refuse("the logits are not finite", "choose a student whose weights are intact")
-    both = _make_batch(student, [ids[:_SHORT], ids.flip(0)], head_ids)
-    evaluated, repeated = (student.rows(both, 1.0)[1].head_logprobs for _ in range(2))
+    short = ids[:_SHORT]
+    head_ids, rows = student.rows(_make_batch(student, [short]), 1.0, top_k)
+
+    def logprobs(*sequences: Tensor) -> Tensor:
+        return student.rows(_make_batch(student, [*sequences], head_ids), 1.0)[1].head_logprobs
+
+    others = [[short] * 4, [short] * 8, [short, short[:-1]]]
+    longer = ids.flip(0)
+    evaluated, repeated = (logprobs(short, longer) for _ in range(2))
     trained.train()
-    logprobs = student.rows(both, 1.0)[1].head_logprobs
+    in_training = logprobs(short, longer)
     trained.eval()
+    return _Passes(
+        rows.head_logprobs,
+        tuple(logprobs(*batch)[: _SHORT - 1] for batch in others),
+        evaluated,
+        repeated,
+        in_training,
+    )
+
+
+def _check_passes(passes: _Passes, student: Student) -> None:
+    """Raise InvalidInput if a row depends on the mode, or on the longer sequence."""
+    if not bool(passes.alone.isfinite().all()):
+        raise _refuse("the logits are not finite", "choose a student whose weights are intact")
     # Some kernels of a GPU add in no fixed order, and two equal passes differ too.
-    if not torch.equal(logprobs, evaluated) and torch.equal(evaluated, repeated):
-        difference = float((logprobs - evaluated).abs().max())
+    is_repeatable = torch.equal(passes.evaluated, passes.repeated)
+    if is_repeatable and not torch.equal(passes.trained, passes.evaluated):
+        difference = float((passes.trained - passes.evaluated).abs().max())
         raise _refuse(
             f"training mode differs from evaluation mode by {difference:.2g} nats",
             "switch the noise off in config.json",
         )
-    difference = float((evaluated[: _SHORT - 1] - rows.head_logprobs).abs().max())
-    if not difference <= rounding(trained.model, bf16=trained.bf16):
+    difference = float((passes.evaluated[: _SHORT - 1] - passes.alone).abs().max())
+    noise = max(float((other - passes.alone).abs().max()) for other in passes.others)
+    usual = rounding(student.model, bf16=student.bf16)
+    if not difference <= min(max(_NOISE_FACTOR * noise, _LEAST * usual), _MOST * usual):
         raise _refuse(
-            f"a longer sequence in the batch changes its log-probs by {difference:.2g} nats",
+            f"a longer sequence in the batch changes its log-probs by {difference:.2g} nats, and"
+            f" the shape of the batch by {noise:.2g}",
             "choose a causal student",
         )
 
 
-def _find_untrained(student: Replicated | Sharded, ids: Tensor) -> tuple[str, ...]:
-    """Collective. Return the names of the trainable weights without a gradient.
+def _check_sampling(probe: SamplingProbe) -> None:
+    if probe.fault is not None:
+        raise _refuse(probe.fault, "choose rollouts.engine = 'vllm', or another student")
 
-    Experts count as trained, because other tokens may call them. Raises InvalidInput for a
-    non-finite gradient, and for an adapter without a gradient.
+
+def _find_untrained(student: Replicated | Sharded, ids: Tensor) -> tuple[int, tuple[str, ...]]:
+    """Collective. Return the number of non-finite gradients, and the trainable weights without a
+    gradient, by name. Experts count as trained, because other tokens may call them.
     """
     trained = student.trained.train()
     with student.synchronized(is_last=True):
@@ -137,22 +186,28 @@ def _find_untrained(student: Replicated | Sharded, ids: Tensor) -> tuple[str, ..
         if shard.numel():  # the extremes need no tensor of the size of a weight, isfinite does
             faults += (~torch.stack(shard.aminmax()).isfinite()).any().to(student.device)
     trained.zero_grad(set_to_none=True)
-    if float(student.sum_over_shards(faults)):
+    untrained = (name for name in weights.keys() - gradients.keys() if "expert" not in name)
+    return int(student.sum_over_shards(faults)), tuple(sorted(untrained))
+
+
+def _check_gradients(
+    student: Replicated | Sharded, faults: int, untrained: tuple[str, ...]
+) -> None:
+    """Raise InvalidInput for a gradient that is not finite, and for an adapter without one."""
+    if faults:
         raise _refuse("a gradient is not finite", "choose another student")
-    untrained = tuple(name for name in weights.keys() - gradients.keys() if "expert" not in name)
     if any(".lora_" in name for name in untrained):
         raise InvalidInput(
-            f"the adapter {min(untrained)} gets no gradient",
+            f"the adapter {untrained[0]} gets no gradient",
             field="student.lora",
             hint="remove the table to train all weights",
         )
     if untrained and isinstance(student, Replicated) and student.gradient_ranks > 1:
         raise InvalidInput(
-            f"the student's weight {min(untrained)} gets no gradient, so DDP would wait forever",
+            f"the student's weight {untrained[0]} gets no gradient, so DDP would wait forever",
             field="train.sharding",
             hint="use 'fsdp2'",
         )
-    return tuple(sorted(untrained))
 
 
 def _make_batch(
@@ -160,11 +215,11 @@ def _make_batch(
 ) -> Batch:
     """Return a padded batch; `head_ids` [n, k]: of the first sequence, otherwise each token's."""
     scored = []
-    for ids in sequences:
+    for number, ids in enumerate(sequences):
         own_ids = ids[1:, None] if head_ids is None else head_ids[:1].expand(len(ids) - 1, -1)
+        if head_ids is not None and number == 0:
+            own_ids = head_ids
         scored.append(ScoredSequence(TokenSequence(ids, 1), placeholder_rows(_to_numpy(own_ids))))
-    if head_ids is not None:
-        scored[0] = ScoredSequence(scored[0].sequence, placeholder_rows(_to_numpy(head_ids)))
     return make_batch(scored, student.device)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,19 +17,22 @@ from clients.config.tables.common import LoraConfig, StudentConfig
 from clients.data.models.shape import rope_switch
 from protos.errors import InvalidInput
 from student_trainer.model.lora import add_adapters
+from student_trainer.parallel.collectives import make_accelerator
 from student_trainer.rollouts.sampler import Sampler, rollout_noise
 from student_trainer.rollouts.sampling_probe import probe_sampling
 from student_trainer.run.model_checks import max_sequence_length
 from student_trainer.run.self_test import SelfTest, run_self_test
+from tests.forks import Forks
 from tests.student_trainer import tiny
-from tests.student_trainer.teachers.anchors import spread_student
+from tests.student_trainer.teachers.anchors import LIMIT, spread_student
 
 SWITCH = 16
 
 
-def run(model: Any, **options: Any) -> SelfTest:
-    student = spread_student(model, pack=True)
-    result = run_self_test(student, tiny.tokenizer(), **{"samples": True, **options})
+def run(model: Any, *, bf16: bool = False, **options: Any) -> SelfTest:
+    student = spread_student(model, pack=True, bf16=bf16)
+    accelerator = make_accelerator(LIMIT)
+    result = run_self_test(student, tiny.tokenizer(), accelerator, **{"samples": True, **options})
     assert not student.trained.training
     assert all(weight.grad is None for weight in student.trained.parameters())
     assert student.full.equal_lengths == result.equal_lengths
@@ -105,6 +111,62 @@ def test_a_student_that_sees_later_tokens_is_refused() -> None:
     model.model.norm.register_forward_hook(lambda _, __, out: out + out.mean(1, keepdim=True))
     with pytest.raises(InvalidInput, match="a longer sequence in the batch changes its log-probs"):
         run(model)
+
+
+@torch.no_grad()
+def scale_states(model: Any, nats: float, is_scaled: Callable[[Any], bool]) -> None:
+    """Change log-probs by at most `nats` in batches of some shapes, with larger states."""
+    logits = model(torch.arange(6)[None]).logits[0, :-1]
+    changes = (1.01 * logits).log_softmax(-1) - logits.log_softmax(-1)
+    change = changes.gather(-1, logits.topk(8).indices).abs().max()
+    scale = 1 + 0.01 * nats / float(change)
+    model.model.norm.register_forward_hook(
+        lambda _, __, out: out * (scale if is_scaled(out.shape[:2]) else 1)
+    )
+
+
+def test_a_small_leak_is_refused_in_bfloat16() -> None:
+    """The log-probs change by 0.12 nats where those of equal sequences do not change."""
+    assert run(tiny.model(), bf16=True, samples=False).untrained == ()
+    model = tiny.model()
+    scale_states(model, 0.12, lambda shape: shape[1] > 6)
+    with pytest.raises(InvalidInput, match=r"log-probs by 0\.1\d* nats, and the shape .* by 0"):
+        run(model, bf16=True, samples=False)
+
+
+def test_the_noise_of_large_logits_is_accepted_in_bfloat16() -> None:
+    """Log-probs change by 0.3 nats with every shape of the batch."""
+    model = tiny.model()
+    scale_states(model, 0.3, lambda shape: shape != (1, 6))
+    assert run(model, bf16=True, samples=False).untrained == ()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), MemoryError("full")])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_too_little_memory_is_no_fault_of_the_student(error: Exception, rows: int) -> None:
+    model = tiny.model()
+
+    def fail(_: Any, __: Any, options: dict[str, Any]) -> None:
+        if options["input_ids"].shape[0] == rows:
+            raise error
+
+    model.model.register_forward_pre_hook(fail, with_kwargs=True)
+    with pytest.raises(type(error), match="full"):
+        probe_sampling(model, tiny.tokenizer())
+
+
+def _test_one_wrong_rank(_: Path) -> None:
+    """The rank 1 alone has a model that leaks; its refusal reaches rank 0, which waits for none."""
+    rank = int(os.environ["RANK"])
+    model = tiny.model()
+    hook = (lambda _, __, out: out + out.mean(1, keepdim=True)) if rank else (lambda *_: None)
+    model.model.norm.register_forward_hook(hook)
+    with pytest.raises(InvalidInput, match="a longer sequence in the batch changes"):
+        run(model, samples=False)
+
+
+def test_a_refusal_of_one_rank_is_one_of_all(tmp_path: Path) -> None:
+    assert Forks(2, tmp_path / "group", _test_one_wrong_rank, tmp_path).wait() == [0, 0]
 
 
 def test_weights_that_are_not_finite_are_refused() -> None:
