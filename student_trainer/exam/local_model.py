@@ -117,7 +117,7 @@ class LocalModel:
                     f"a prompt of {len(ids)} tokens and an answer of {max_tokens} exceed the"
                     f" {max_positions} tokens that the model can read",
                     field="--max-tokens",
-                    hint=f"set it to at most {max_positions - len(ids)}"
+                    hint=f"set the value to at most {max_positions - len(ids)}"
                     if len(ids) < max_positions
                     else f"remove prompts of {max_positions} tokens or more",
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -126,10 +127,8 @@ def test_prompts_with_no_room_for_an_answer_are_refused(material: Material, tmp_
     assert 0 < row["pass@2"]["mean"] <= 1 / 3
     with pytest.raises(InvalidInput, match="exceed the 7 tokens that the model can read") as caught:
         run(exam(material, tmp_path / "long", **short, max_new_tokens=4))
-    assert (caught.value.field, caught.value.hint) == (
-        "--max-tokens",
-        "lower the value, or remove long prompts",
-    )
+    assert caught.value.field == "--max-tokens"
+    assert re.fullmatch(r"set the value to at most [123]", caught.value.hint)
 
 
 @pytest.mark.parametrize(
