@@ -84,9 +84,11 @@ TRAINED = """
 `python -m benchmarks.draws.training --data train.jsonl {options}` runs {steps} on-policy steps of
 {prompts} answers with at most {tokens} tokens, with learning rate {learning_rate} and {seeds}
 seeds. The KL is the exact KL(student||teacher) per token, over the student's answers to {held_out}
-held-out questions, in nats. At step 0, the KL is {before:.3f}. *ids* and *bytes* are per row. *to
-exact* is the final KL minus the final KL of the exact loss with the same seed: mean and standard
-error over seeds.{missing}
+held-out questions, in nats. At step 0, the KL is {before:.3f}.
+
+In the table, *ids* is the number of token ids in a row, and *bytes* is the size of a row. The
+column *to exact* compares the losses after the last step. It has the KL of this loss minus the KL
+of the exact loss with the same seed: the mean over the seeds, and its standard error.{missing}
 
 ![Held-out KL of each loss](draws-training-{name}.png)
 

@@ -21,11 +21,16 @@ HEAD = """\
 This page lists the project's claims, the measured effects and the verdicts. `python -m
 benchmarks.evidence.page` writes the page from [benchmarks/results](../benchmarks/results). All
 intervals are 95% confidence intervals. Comparisons of runs use Student's t over the differences of
-runs with the same seed; gradients use a bootstrap over answers. *Shown* means that the whole
-interval is on the claimed side. *Refuted* means that the whole interval is on the other side. *Not
-shown* means that the interval contains both sides. About one of twenty comparisons without a real
-effect is shown or refuted by chance. All runs use two cores without a GPU. The real teacher is
-SmolLM2-135M, and the real student has 22 of its 30 layers; the vocabulary has 49,152 ids.
+runs with the same seed; gradients use a bootstrap over answers. The interval decides the verdict:
+
+- **Shown**: every value in the interval agrees with the claim.
+- **Refuted**: every value in the interval contradicts the claim.
+- **Not shown**: some values in the interval agree with the claim and others contradict it, or there
+  is only one seed and therefore no interval.
+
+If a claim has no real effect, about one comparison in twenty is still shown or refuted, by chance.
+All runs use two cores without a GPU. The real model (also: the real pair) is SmolLM2-135M-Instruct
+as the teacher, and a student of 22 of its 30 layers, with a vocabulary of 49,152 ids.
 
 {claims}
 

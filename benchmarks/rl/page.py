@@ -63,9 +63,10 @@ interval contains 0 counts as not shown. By chance, one comparison in twenty cou
 
 ## Cost of an anchor
 
-The same job ran alternately with and without an anchor, {pairs} times each, on a model of
-{timed_layers} layers of width {timed_width} ({weights:.0f} MiB of weights), with 16 answers of at
-most 32 tokens per step:
+The benchmark runs two jobs alternately, {pairs} times each. One job has an EMA anchor, and a KL
+to it in the loss. The other job has the same settings, but no anchor and no KL. Both train a model
+of {timed_layers} layers of width {timed_width} ({weights:.0f} MiB of weights), with 16 answers of
+at most 32 tokens per step:
 
 | | median | range | target |
 |---|---|---|---|

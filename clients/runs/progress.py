@@ -274,7 +274,9 @@ def print_reply(work: Callable[[], str]) -> int:
 def write_preview(run: RunDirectory, make_preview: Callable[[], Preview]) -> None:
     """Write the preview of a job into its run directory, unless an earlier attempt has written it.
 
-    If the data cannot be read, there is no preview, and the program fails later with its error.
+    If `make_preview` raises a DistillError, for example because the data cannot be read, this
+    function logs a warning, writes no preview and returns. It does not raise the error. The program
+    reads the same data later, and then reports the error.
     """
     if run.preview.exists():
         return

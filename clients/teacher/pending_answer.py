@@ -75,8 +75,10 @@ class RowAssembly:
             )
         if (block.tail_samples, block.tail_draws) != (query.tail_samples, query.tail_draws):
             raise Corrupt(
-                f"the teacher sent {block.tail_samples} tail samples and {block.tail_draws} tail"
-                f" draws per row, but {query.tail_samples} and {query.tail_draws} were requested"
+                f"the teacher sent rows with tail_samples = {block.tail_samples} and tail_draws ="
+                f" {block.tail_draws}, but the query has tail_samples = {query.tail_samples} and"
+                f" tail_draws = {query.tail_draws}",
+                hint="use the same version of distill-service for the teacher and the job",
             )
         if len(block) != chunk.count or chunk.last != (len(block) == missing_rows):
             raise Corrupt(

@@ -63,10 +63,11 @@ class Change:
 class NewJob:
     """A job to add.
 
-    `submitted_config` is the configuration as the client sent it, with names of jobs in place of
-    ids. An empty `key` means no idempotency key. `dependencies` are the ids of the jobs that must
-    succeed before this job starts. `owner` is the owner of the token that submitted it. `waits_for`
-    is the key of a teacher that is away or loads, or "".
+    `submitted_config` is the configuration as the client sent it; it refers to other jobs by the
+    names in the job file. In `config`, the server has replaced these names by job ids. An empty
+    `key` means no idempotency key. `dependencies` are the ids of the jobs that must succeed before
+    this job starts. `owner` is the owner of the token that submitted it. `waits_for` is the key of
+    a teacher that is away or loads, or "".
     """
 
     id: str

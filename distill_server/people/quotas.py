@@ -78,9 +78,10 @@ class Quotas:
         return f"owner NOT IN ({names})" if names else "1"
 
     def explain_wait(self, job: Job, gpus: int) -> str:
-        """Return the phase of a job that must wait for its owner's quota; "" if it need not.
+        """Return a text that says why the job must wait for its owner's quota.
 
-        `gpus` is the number of GPUs that the job would hold.
+        The text is shown to users as the phase of the job. It is "" if the quota lets the job
+        start. `gpus` is the number of GPUs that the job would hold.
         """
         owner = job.owner
         if owner not in self._quotas:

@@ -117,7 +117,8 @@ def _add_copy(
     """Copy a run directory and add its job; if that fails, delete the copy."""
     if os.path.lexists(run.path):
         raise WrongState(
-            f"{run.path} already exists", hint="move that directory away, or rename this directory"
+            f"cannot copy {source} to {run.path}, because {run.path} already exists",
+            hint=f"move {run.path} away, or rename {source}",
         )
     with transaction(connection):
         connection.execute("INSERT INTO removals VALUES (?)", (run.path.name,))

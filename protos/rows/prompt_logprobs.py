@@ -65,9 +65,19 @@ def block_of_head(
     sorted_ids = np.sort(ids, axis=1)
     if (sorted_ids[:, 1:] == sorted_ids[:, :-1]).any():
         raise ValueError("a row with an id twice")
-    logprob_arrays = [head, tokens, *([] if draws is None else [draws])]
+    for name, logprobs in (("head ids", head), ("token", tokens), ("drawn ids", draws)):
+        if logprobs is not None and not are_logprobs(logprobs):
+            row = int((~(logprobs <= ROUNDING)).reshape(len(ids), -1).any(axis=1).argmax())
+            raise ValueError(
+                f"in row {row} (from 0), a log-prob of the {name} is {logprobs[row].max():g}, but"
+                " log-probs of a softmax are at most 0"
+            )
     mass = np.exp(head.astype(np.float64)).sum(axis=1)
-    if not all(map(are_logprobs, logprob_arrays)) or (mass > 1 + ROUNDING).any():
-        raise ValueError("numbers that are no log-probs of a softmax")
+    if (mass > 1 + ROUNDING).any():
+        row = int(mass.argmax())
+        raise ValueError(
+            f"in row {row} (from 0), the probabilities of the head ids have the sum {mass[row]:g},"
+            " but those of a softmax have at most the sum 1"
+        )
     tail = np.log(np.maximum(1 - mass, _MIN_TAIL)).astype(np.float32)
     return RowBlock(ids, head, tail, tokens, draw_logprobs=draws)

@@ -72,8 +72,12 @@ def open_cluster_channel(
 ) -> tuple[grpc.Channel, tuple[tuple[str, str], ...]]:
     """Return a channel to a service that a runner has placed on its cluster, and metadata of calls.
 
-    To another machine there is no TLS, as between the nodes of a Ray cluster: the metadata sends
-    the token, which is of one attempt. Otherwise as `open_channel`.
+    The caller must send the metadata with every call. For an address on this machine, the channel
+    is that of `open_channel`, and the metadata is empty. A connection to another machine has no
+    TLS, as between the nodes of a Ray cluster, and the metadata contains the token. This is
+    acceptable because the token in $`token` was derived for a single attempt of a job.
+
+    Raises InvalidInput as `open_channel` and `token_of` do.
     """
     if is_loopback(_host_of(address)):
         return open_channel(address, token=token), ()

@@ -126,8 +126,10 @@ def make_batch(
 ) -> Batch:
     """Build the tensors of one micro-batch on `device`.
 
-    `scored_sequences`: a group of `micro_batches`. Padding is at the end of a line, where it does
-    not affect a causal model. `layout`: placement of sequences in lines; see `packing.py`.
+    `scored_sequences`: one of the groups that `micro_batches` returns. A line is one index of the
+    batch dimension B; a layout may place several sequences in a line. Padding is at the end of a
+    line, where it does not affect a causal model. `layout`: how sequences are placed in lines; see
+    `packing.py`.
     """
     sequences = [item.sequence for item in scored_sequences]
     blocks = [item.rows for item in scored_sequences]

@@ -35,7 +35,10 @@ class EpochOrder:
 def permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """Return a permutation of range(size) int64, the same on every machine.
 
-    Epoch -1 selects held-out data. The result is cached: do not modify it.
+    Training uses the epochs from 0 on. Negative epochs are other permutations of the same seed, for
+    selections that must not follow the training order: the held-out data are the first indices of
+    epoch -1, and the records that are checked before training those of epoch -2. The result is
+    cached: do not modify it.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch + 1)
     order: NDArray[np.int64] = torch.randperm(size, generator=generator).numpy()

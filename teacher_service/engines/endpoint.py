@@ -171,8 +171,8 @@ class EndpointEngine:
             raise InvalidInput(
                 f"{self._http.url} returns no log-probs of prompts",
                 field="--model",
-                hint="give a server whose /v1/completions answers prompt_logprobs, such as vLLM, or"
-                " echoes the ids of a prompt with logprobs",
+                hint="give a server whose /v1/completions supports the field prompt_logprobs (as"
+                " vLLM does), or the fields echo, logprobs and return_tokens_as_token_ids",
             )
         vocab_size = await self._find_vocab_size(len(vocabulary))
         max_likeliest_ids = await self._find_limit(

@@ -173,7 +173,9 @@ def _raise_corrupt() -> Iterator[None]:
             yield
     except (ValueError, TypeError, OverflowError) as error:
         hint = "; start its server with --logprobs-mode raw_logprobs"
-        raise _corrupt_answer(f"has {error}{hint if 'softmax' in str(error) else ''}") from error
+        raise _corrupt_answer(
+            f"has wrong rows: {error}{hint if 'softmax' in str(error) else ''}"
+        ) from error
 
 
 def _corrupt_answer(problem: str) -> Corrupt:

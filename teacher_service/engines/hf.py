@@ -61,9 +61,11 @@ class HfEngine:
     Sequences of a batch are padded on the right and masked. With `batch_invariant`, each sequence
     has a forward pass of its own: its rows are bit-identical whatever else is in the batch.
 
-    Raises InvalidInput if the model directory, the dtype or the device cannot be used, if the
-    logits are not one linear layer of the hidden states, scaled or capped, or if that layer is
-    quantised.
+    Raises InvalidInput in three cases:
+
+    - the model directory, the dtype or the device cannot be used
+    - the head is not one linear layer, scaled or capped
+    - the head is quantised
     """
 
     def __init__(

@@ -28,7 +28,10 @@ class HttpClient:
 
     @asynccontextmanager
     async def reserve_memory(self, size: int) -> AsyncIterator[None]:
-        """Wait until the share has room for `size` bytes; hold that room in the block."""
+        """Wait until this client's share of the answer budget has room, and then take `size` bytes.
+
+        The bytes are given back at the end of the `async with` block.
+        """
         while not self.share.has_room:
             await self.share.wait_for_release()
         self.share.take(size)

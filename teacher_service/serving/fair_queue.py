@@ -17,7 +17,11 @@ _ENTRY_BYTES = 1024
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """The rows of one query, and the info of the engine with the weights that computed them."""
+    """The rows of one query: one row for each scored token, positions start to length - 1.
+
+    `info` describes the engine when it computed the rows: its model, limits, fingerprint and the
+    version of its weights. A later push of weights does not change this object.
+    """
 
     block: RowBlock
     info: ScoringEngineInfo

@@ -22,9 +22,13 @@ MAX_REQUEST_ID_CHARS = 200
 class RequestLimits:
     """The limits of this teacher on requests.
 
-    Token ids are 0 to vocab_size - 1, sequences have 2 to max_length tokens, and k is 1 to
-    max_top_k. With tail samples, top_k may be 0. `adapters`: the names that a request may have.
-    `placeholder`: the token that stands for an image; None: the teacher reads no images.
+    - Token ids are 0 to vocab_size - 1.
+    - A sequence has 2 to max_length tokens.
+    - k, the number of head ids per row, is 1 to max_top_k. A request sets k by `top_k`, or sends k
+      `head_ids` per row. `top_k` may be 0 if the request asks for tail samples: ids that the
+      teacher draws from outside the head.
+    - `adapters`: the names of the adapters that a request may select.
+    - `placeholder`: the token that stands for an image; None: the teacher reads no images.
     """
 
     vocab_size: int

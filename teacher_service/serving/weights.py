@@ -62,7 +62,7 @@ class WeightUpdater:
         engine, batcher = self._engine, self._dispatcher
         if not isinstance(engine, UpdatableEngine) or not isinstance(batcher, Batcher):
             raise WrongState(
-                f"the engine {engine.info.name} cannot take weights",
+                f"the engine {engine.info.name} cannot replace its weights while it serves",
                 hint="serve the model with --engine hf",
             )
         if self._pushing:

@@ -191,9 +191,11 @@ def _create_atomically(path: Path, parts: tuple[AnyJob, str, str]) -> RunDirecto
 
 
 def with_absolute_reward(job: Path, config: AnyJob) -> AnyJob:
-    """Return the job with an absolute path in `reward.file`, relative to the job file's directory.
+    """Return `config` with an absolute path in `reward.file`.
 
-    Raises InvalidInput if the file does not exist.
+    A relative path in `reward.file` starts at the directory of the job file, whose path is `job`. A
+    config without `reward.file` is returned unchanged. Raises InvalidInput if there is no such
+    file.
     """
     from clients.config.file import replaced
 

@@ -44,9 +44,15 @@ class RolloutEngine(Protocol):
     async def load(self, version: WeightsVersion) -> None:
         """Load the weights of a snapshot, and verify them with its probe.
 
-        Running orders continue with the new weights, after "recompute" with a new KV cache. Raises
-        Corrupt if the snapshot is incomplete or damaged, or if the engine's log-probs of the probe
-        differ from the trainer's. No order may then be sampled before a later `load` succeeds.
+        1. The engine replaces its weights. If orders (requests to sample, see `Order`) run, it
+           pauses them first.
+        2. Paused orders continue with the new weights. If `version.in_flight` is "recompute", the
+           engine first computes their KV cache again; if it is "keep", the cache is unchanged.
+        3. The engine scores the probe: token ids with the log-probs that the trainer computed.
+
+        Raises Corrupt if the snapshot is incomplete or damaged, or if the engine's log-probs of the
+        probe differ from the trainer's. After an error, the engine refuses to sample new orders
+        until a later `load` succeeds.
         """
 
     def sample(self, order: Order) -> AsyncGenerator[tuple[int, SampledTokens], None]:

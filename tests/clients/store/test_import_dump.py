@@ -187,7 +187,7 @@ def _set_huge_token_id(record: dict[str, Any]) -> None:
     [
         (_drop_last_position, "token ids and"),
         (_delete_token, "a row that cannot be read"),
-        (_set_impossible_logprobs, "no log-probs of a softmax"),
+        (_set_impossible_logprobs, "in row 0 (from 0), a log-prob of the head ids is 2, but"),
         (_clear_record, "this is not an answer of vLLM: KeyError"),
         (_rename_id, "id 77777 is none of the 40 ids of the vocabulary"),
         (_set_fractional_start, "start is 1.5"),

@@ -189,7 +189,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ("x" * 101, "the name of the directory is not a valid job id"),
         ("future", "this version cannot read the job"),
         ("pipe", "is a named pipe"),
-        ("taken", f"{runs / 'taken'} already exists; move that directory away"),
+        ("taken", f"{runs / 'taken'} already exists; move {runs / 'taken'} away"),
     ):
         assert reason in entries.pop(name).about, name
     assert not entries
