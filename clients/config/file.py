@@ -366,7 +366,7 @@ def _validate(draft: _Draft) -> AnyJob | None:
         is_file = key != "environment.retriever"  # or the address of a server
         if is_file and "://" in name and not is_object_url(name):
             location = draft.source(tuple(key.split(".")))
-            message = f"a URL begins with s3:// or gs:// (got {redact_place(name)!r})"
+            message = f"a URL must begin with s3:// or gs:// (got {redact_place(name)!r})"
             draft.problems.append(": ".join(filter(None, (location, key, message))))
     return config
 
