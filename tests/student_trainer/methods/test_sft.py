@@ -230,9 +230,9 @@ def test_what_is_left_out_is_counted(
             {"method__max_tokens": 3},
             {"prompt": "1+1=", "answer": "2"},
             "data.path",
-            "at most 3",
+            "longer than method.max_tokens = 3",
         ),
-        ({}, {"prompt": "1+1=", "answer": ""}, "data.path", "with an answer is left"),
+        ({}, {"prompt": "1+1=", "answer": ""}, "data.path", "no sequence that can be used"),
     ],
 )
 def test_data_that_cannot_be_learned(
