@@ -40,12 +40,12 @@ def single_teacher_run(
 
 @pytest.fixture
 def routed_material(material: Material, tmp_path: Path) -> Material:
-    """The prompts of `material`, every third one for the teacher `sums`, the others for `rest`."""
+    """The prompts of `material`, in turn for the teachers `sums` and `rest`."""
     from tests.student_trainer.tiny import Material
 
     records = [json.loads(line) for line in material.prompts.read_text().splitlines()]
     lines = [
-        json.dumps(record | {"teacher": "rest" if number % 3 else "sums"}) + "\n"
+        json.dumps(record | {"teacher": "rest" if number % 2 else "sums"}) + "\n"
         for number, record in enumerate(records)
     ]
     prompts = tmp_path / "prompts.jsonl"

@@ -52,6 +52,8 @@ def trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Script:
         script.write_text(HEAD + textwrap.dedent(body))
 
     monkeypatch.setattr("clients.cli.live.foreground_run.trainer_command", command)
+    waiting = "clients.cli.live.foreground_teacher.wait_for_teachers"
+    monkeypatch.setattr(waiting, lambda config, output: None)  # the job's teacher does not run
     return write_script
 
 

@@ -106,7 +106,7 @@ def test_the_store_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         opened_paths.append(path)
         return LogitDataset(path)
 
-    monkeypatch.setattr(memory_plan, "LogitDataset", open_dataset)
+    monkeypatch.setattr("clients.preflight.limits.LogitDataset", open_dataset)
     values = {"method": {"type": "offline"}, "student": {"model": "m"}}
     plan = plan_of(valid_job(values | {"data": {"path": str(tmp_path)}}), shape_of(QWEN_7B), 20)
     assert plan.changes

@@ -55,7 +55,7 @@ def test_rows_of_a_capture_are_read(tmp_path: Path, compressed: bool) -> None:
         (with_id(VOCABULARY), IDS, "head_ids from 0 to 50, but there are 50 ids"),
         (replace(BLOCK, token_logprobs=np.full(ROWS, np.nan, np.float32)), IDS, "token_logprobs"),
         (replace(BLOCK, head_logprobs=np.full((ROWS, K), 0.5, np.float16)), IDS, "head_logprobs"),
-        (BLOCK.slice(0, ROWS - 1), IDS, "5 rows with k = 3 for 6 tokens"),
+        (BLOCK.slice(0, ROWS - 1), IDS, "5 rows with k = 3 do not match 6 tokens"),
         (BLOCK, [*IDS[:-1], VOCABULARY], "vocabulary"),
         (BLOCK, [*IDS[:-1], -1], "vocabulary"),
         (BLOCK, IDS[:2], "vocabulary"),

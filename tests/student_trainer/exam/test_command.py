@@ -221,7 +221,7 @@ def test_a_column_that_is_not_there_is_told_at_once(material: Material, capfd: C
     assert error_output.startswith("error: data.answer_column: ")
     assert error_output.endswith(
         "has no column 'solution'; the data has the columns prompt, answer; set data.answer_column"
-        " to one of them\n"
+        " to one of these columns\n"
     )
 
 

@@ -164,7 +164,7 @@ def test_a_shard_of_another_size_is_made_again(
     server.write(f"{prefix}/99999999.arrow", b"nobody's")
     run = RunDirectory.create(tmp_path / "run", job(data, words, method__store=stored))
     assert finish(run, environment=server.environment) == 0, run.log_file(1).read_text()
-    assert "it has 5 bytes" in run.log_file(1).read_text()
+    assert "the object has 5 bytes" in run.log_file(1).read_text()
     assert server.digests(prefix) == digests(captured_store)
 
 
@@ -191,7 +191,7 @@ def test_damage_is_found(captured_store: Path, server: S3Server, prefix: str, st
     server.delete(f"{prefix}/00000002.arrow")
     assert list(damages(stored)) == [
         "shard 00000001.arrow: its sha256 does not match",
-        "shard 00000002.arrow: it is missing",
+        "shard 00000002.arrow: the file is missing",
     ]
     with pytest.raises(Corrupt, match=r"shard 00000001.arrow of s3://"):
         LogitDataset(stored)

@@ -226,7 +226,7 @@ def test_a_store_of_something_else_is_refused(
             {"method__max_tokens": 9000},
             InvalidInput,
             "method.max_tokens",
-            "longest sequence of this teacher (8192 tokens)",
+            "but the teacher reads at most 8192",
         ),
         ({"teacher__engine": "hf"}, InvalidInput, "teacher.model", "there is no directory"),
         ({"data__tokenizer": "empty"}, InvalidInput, "data.tokenizer", "cannot load the tok"),

@@ -73,7 +73,11 @@ def test_the_log_probs_of_the_ids(site: Site, start: int, count: int) -> None:
         (request([1], [[1]]), "token_ids", "2 to 64 tokens, got 1"),
         (request("text", [[1]]), "token_ids", "list of integers"),
         (request([SIX], [[1]]), "token_ids", "list of integers"),
-        (request(SIX, [[1]] * 5, max_tokens=5), "sampling_params.max_tokens", "none"),
+        (
+            request(SIX, [[1]] * 5, max_tokens=5),
+            "sampling_params.max_tokens",
+            "generates no tokens",
+        ),
         (request(SIX, [[1]] * 5, temperature=2), "sampling_params.temperature", "temperature 1"),
         (request(SIX, [[1]] * 5, logprobs=2), "sampling_params.logprobs", "not support the field"),
         ({**request(SIX, [[1]] * 5), "stream": True}, "stream", "all rows"),
