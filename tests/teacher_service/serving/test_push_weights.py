@@ -227,5 +227,5 @@ def test_only_floats_are_sent() -> None:
 
 
 def test_the_fake_engine_has_no_weights() -> None:
-    with pytest.raises(WrongState, match="fake cannot take"):
+    with pytest.raises(WrongState, match="fake cannot replace its weights"):
         push(FakeEngine(FakeSettings()), [])
