@@ -26,15 +26,11 @@ _MAX_TRIES = 16
 
 @dataclass
 class _Wait:
-    """The wait of one attempt. `next_at` is the monotonic time of the next try.
-
-    `away_since`: the monotonic time since which no teacher of a new job answers; None if one does.
-    """
+    """The wait of one attempt. `next_at` is the monotonic time of the next try."""
 
     attempt: Attempt
     pause: float
     next_at: float
-    away_since: float | None
     task: asyncio.Task[None] | None = None
     is_over: bool = False
 
@@ -86,8 +82,6 @@ class Waits:
     def begin_at_submit(self, job: Job, problem: DistillError) -> Job:
         """Begin the wait of a new job for its teacher, which is away or loads; return the job."""
         wait = self._waits[job.id] = self._create_wait(self._store.attempt(job), 0.0)
-        if isinstance(problem, TeacherNotReady):
-            wait.away_since = None
         return self._store.change(job.id, Change(phase=_format_phase(wait, problem.message)))
 
     def is_waiting(self, job: Job) -> bool:
@@ -161,10 +155,6 @@ class Waits:
         if problem is None:
             self._store.change(job.id, Change(phase=""))
             wait.is_over = True
-        elif away := self._patience_over(job, wait, problem):
-            reason = f"{problem}; the job has waited {away:g} s for it (teacher.patience_seconds)"
-            self._store.change(job.id, Change(JobState.FAILED, reason=reason, phase=""))
-            del self._waits[job.id]
         elif self.must_give_up(since):
             reason = format_given_up(str(problem), since)
             self._store.change(job.id, Change(JobState.FAILED, reason=reason, phase=""))
@@ -178,23 +168,7 @@ class Waits:
 
     def _create_wait(self, attempt: Attempt, last_pause: float) -> _Wait:
         pause = min(self._longest_pause, max(self._pause, 2 * last_pause))
-        now = time.monotonic()
-        return _Wait(attempt, pause, now + pause, now)
-
-    def _patience_over(self, job: Job, wait: _Wait, problem: DistillError) -> float:
-        """Return the patience of a new job whose teacher has been away for longer, otherwise 0.
-
-        A job that has started before waits up to `give_up_after`.
-        """
-        if isinstance(problem, TeacherNotReady):
-            wait.away_since = None
-            return 0.0
-        wait.away_since = wait.away_since or time.monotonic()
-        teacher = parse_config(job.config_json).teacher_link
-        if job.attempt > 1 or teacher is None or not problem.field.startswith("teacher"):
-            return 0.0
-        patience = teacher.patience_seconds
-        return patience if time.monotonic() - wait.away_since >= patience else 0.0
+        return _Wait(attempt, pause, time.monotonic() + pause)
 
 
 def format_given_up(reason: str, since: float) -> str:

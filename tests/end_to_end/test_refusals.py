@@ -186,7 +186,7 @@ def test_the_server(
     # Jobs that the command refuses by the job file alone also reach a server.
     at_once = ("another tokenizer", "k > max", "no data file", "no student")
     at_once += ("no weights", "too long", "no column")
-    at_start = ("bad json", "no teacher")
+    at_start = ("bad json",)
     server = make_server(slots=2)
 
     def submit_case(case: Refusal, root: Path) -> Job:
@@ -220,6 +220,10 @@ def test_the_server(
             name: submit_case(CASES[name], tmp_path / name.replace(" ", "-")).id
             for name in at_start
         }
+        waiting_job = submit_case(CASES["no teacher"], tmp_path / "no-teacher")
+        assert waiting_job.state is JobState.QUEUED
+        sentence = "WAITING teacher.address: no teacher answers at 127.0.0.1:1"
+        assert waiting_job.phase.startswith(sentence)
         for name, job_id in ids.items():
             ended_job = client.wait(job_id, timeout=60)
             print(f"{name}: {ended_job.reason}")
