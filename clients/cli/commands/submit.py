@@ -86,8 +86,9 @@ def submit(
         else:
             handles = [*client.submit_all(configs, config_text=text, idempotency_key=key)]
         print_jobs(output, handles, [handle.id for handle in handles])
-        for handle in (handle for handle in handles if handle.phase):
-            output.say(handle.phase)  # the teacher that the job waits for
+        for handle in handles:
+            if handle.phase.startswith("WAITING"):  # for a teacher
+                output.say(handle.phase)
         if follow:
             codes = [watch_job(client, handle.id, output, timeout) for handle in handles]
             return next((code for code in codes if code is not ExitCode.OK), ExitCode.OK)
