@@ -50,7 +50,7 @@ test-touched: setup  ## what `make test` leaves out, of the folders that the cha
 	folders=$$($(BIN)/python -m tests.touched $(BASE)) && { test -z "$$folders" || \
 	  $(BIN)/pytest -n $(WORKERS) --dist worksteal -m slow $(PYTEST) $$folders || test $$? = 5; }
 
-test-fast: setup  ## the tests that start no process: the inner loop, under 60 seconds
+test-fast: setup  ## the tests that start no process: the inner loop, 90 seconds
 	$(BIN)/pytest -n 2 -q --no-processes -m "not slow" $(FAST) \
 	  -W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning
 
