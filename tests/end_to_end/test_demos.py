@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,14 +33,18 @@ def test_the_shipped_teacher_is_right_and_the_student_is_not(tmp_path: Path) -> 
     assert 0.1 < measure_accuracy(MODELS / "student", held_out) < 0.4
 
 
+def run_demo(runs: Path, options: Mapping[str, str], *command: str) -> Any:
+    """Run a demo and return its summary."""
+    assert main([*command, "--runs", str(runs), *set_options(options)]) == ExitCode.OK
+    return json.loads((runs / "summary.json").read_text())
+
+
 @pytest.mark.usefixtures("forked_python")
 def test_the_demo_raises_the_accuracy_of_its_student(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     demo_directory = tmp_path / "demo"
-    arguments = ["demo", "--runs", str(demo_directory), *set_options(DEMO)]
-    assert main(["--json", *arguments]) == ExitCode.OK
-    summary = json.loads((demo_directory / "summary.json").read_text())
+    summary = run_demo(demo_directory, DEMO, "--json", "demo")
     assert json.loads(capsys.readouterr().out) == summary
     assert summary["teacher_accuracy"] >= 0.99
     assert summary["accuracy_after"] >= summary["accuracy_before"] + 0.3
@@ -53,11 +59,9 @@ def test_rewards_raise_the_accuracy_of_the_same_student(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     demo_directory = tmp_path / "demo"
-    arguments = ["demo-rl", "--runs", str(demo_directory), *set_options(DEMO_RL)]
-    assert main(arguments) == ExitCode.OK
+    summary = run_demo(demo_directory, DEMO_RL, "demo-rl")
     assert "anchor after" in capsys.readouterr().out
     (metrics,) = (demo_directory / "jobs").glob("*/metrics.jsonl")
-    summary = json.loads((demo_directory / "summary.json").read_text())
     assert (summary["steps"], len(metrics.read_text().splitlines())) == (15, 16)
     # The anchor, a moving average, is less noisy than the student.
     assert summary["anchor_accuracy_after"] >= summary["accuracy_before"] + 0.05
