@@ -63,6 +63,7 @@ def test_a_student(name: str, sampling: str, adapters: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 def test_every_type_works_or_is_refused_as_the_page_says(name: str) -> None:
     outcome = examine_in_process(name)
