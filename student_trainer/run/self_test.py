@@ -157,10 +157,11 @@ def _check_passes(passes: _Passes, student: Student) -> None:
     difference = float((passes.evaluated[: _SHORT - 1] - passes.alone).abs().max())
     noise = max(float((other - passes.alone).abs().max()) for other in passes.others)
     usual = rounding(student.model, bf16=student.bf16)
-    if not difference <= min(max(_NOISE_FACTOR * noise, _LEAST * usual), _MOST * usual):
+    limit = min(max(_NOISE_FACTOR * noise, _LEAST * usual), _MOST * usual)
+    if not difference <= limit:
         raise _refuse(
-            f"a longer sequence in the batch changes its log-probs by {difference:.2g} nats, and"
-            f" the shape of the batch by {noise:.2g}",
+            f"a longer sequence in the batch changes its log-probs by {difference:.2g} nats;"
+            f" at most {limit:.2g} is allowed",
             "choose a causal student",
         )
 

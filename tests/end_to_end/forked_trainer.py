@@ -54,6 +54,12 @@ class Forked(Attempt):
         """Return the exit codes of the processes; None for those that had to be killed."""
         return self._forks.wait(240)
 
+    def pid(self, rank: int = 0) -> int:
+        """Return the process id of one rank."""
+        pid = self._forks.processes[rank].pid
+        assert pid is not None
+        return pid
+
     def wait_for_survivor(self, rank: int) -> int:
         """Return the exit code of one process, which is not killed when another one dies."""
         process = self._forks.processes[rank]

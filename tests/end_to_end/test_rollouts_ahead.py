@@ -16,7 +16,7 @@ import pytest
 from clients.runs.directory import Control, RunDirectory
 from student_trainer.rollout_client import failed_orders
 from student_trainer.rollout_client.stored_sequences import read_rollouts
-from tests.end_to_end.forked_trainer import finish, kill_after_checkpoint, trainer
+from tests.end_to_end.forked_trainer import Forked, finish, kill_after_checkpoint, trainer
 from tests.end_to_end.processes import Launched, metrics_of, new_run, weights
 
 if TYPE_CHECKING:
@@ -46,14 +46,14 @@ def without_lag(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k != "rollout/lag"} for line in lines]
 
 
-def services_of_trainers() -> list[psutil.Process]:
-    """Return the rollout services that the trainers of this test worker have started."""
-    services = []
-    for process in psutil.Process().children(recursive=True):
-        command = process.cmdline()
-        if "student_trainer.rollout_service" in command and "--end-with-parent" in command:
-            services.append(process)
-    return services
+def find_service(trainer_pid: int) -> psutil.Process:
+    """Return the rollout service that the trainer has started."""
+    (service,) = (
+        process
+        for process in psutil.Process(trainer_pid).children()
+        if "student_trainer.rollout_service" in process.cmdline()
+    )
+    return service
 
 
 @pytest.fixture(scope="module")
@@ -200,10 +200,10 @@ def test_a_killed_engine_is_started_again(
 ) -> None:
     run = new_run(tmp_path / "run", lagging_job(material, teacher, 2))
     with trainer(run) as process:
+        assert isinstance(process, Forked)
         for step in (3, 7):
             process.wait_for_step(step, seconds=300)  # the engine is started again
-            for service in services_of_trainers():
-                service.send_signal(signal.SIGKILL)
+            find_service(process.pid()).kill()
         assert process.wait() == 0, process.log
     assert "the trainer starts the service again" in process.log
     assert_same(run, lagging_run)
