@@ -55,7 +55,7 @@ test-fast: setup  ## the tests that start no process: the inner loop, 90 seconds
 	  -W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning
 
 test-vllm: .venv-vllm/.installed  ## test the vLLM engine with a real vLLM, on the CPU
-	$(VLLM)/pytest -n 2 --dist worksteal tests/vllm $(PYTEST)
+	$(VLLM)/pytest -n 2 --dist worksteal tests/vllm tests/architecture/test_library_settings.py $(PYTEST)
 
 test-vllm-short: .venv-vllm/.installed  ## one teacher and one rollout engine with a real vLLM, on the CPU: four minutes
 	$(VLLM)/pytest -n 2 $(PYTEST) tests/vllm/test_service.py::test_a_service_from_start_to_sigterm \
@@ -69,7 +69,7 @@ chaos: setup  ## inject faults into a whole installation for MINUTES=30; needs r
 
 test-ray: setup  ## test captures and jobs on a local Ray cluster; installs Ray, which `make test` does not
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[ray]'
-	$(BIN)/pytest tests/teacher_service/capture/test_ray.py tests/distill_server/runners/test_ray.py tests/distill_server/runners/test_ray_runner.py tests/distill_server/runners/test_ray_rollouts.py
+	$(BIN)/pytest tests/architecture/test_library_settings.py tests/teacher_service/capture/test_ray.py tests/distill_server/runners/test_ray.py tests/distill_server/runners/test_ray_runner.py tests/distill_server/runners/test_ray_rollouts.py
 
 test-slurm: setup  ## test jobs on a Slurm of this machine, as root; installs slurm-wlm and munge (Debian), which `make test` does not
 	command -v slurmctld >/dev/null && command -v munged >/dev/null || { \
