@@ -142,11 +142,17 @@ def _run_without_server(
 def _import_runs(runs: Path, database: Path, source: Path) -> None:
     """Print a line for each run directory; exit with 1 if one was refused."""
     from distill_server.jobs.database import open_database
+    from distill_server.jobs.runs_owner import own_runs
     from distill_server.retention.imports import import_runs
 
     outcomes: Counter[str] = Counter()
     runs.mkdir(parents=True, exist_ok=True)
-    with open_database(database) as connection:
+    # The runs of a lost database become jobs of this one.
+    take_over = source.resolve() == runs.resolve()
+    with (
+        open_database(database) as connection,
+        own_runs(runs.resolve(), database, connection, take_over=take_over),
+    ):
         for import_result in import_runs(connection, runs.resolve(), source):
             outcomes[import_result.outcome] += 1
             name, about = plain(import_result.name), plain(import_result.about)

@@ -19,6 +19,7 @@ from distill_server.jobs.control import JobControl
 from distill_server.jobs.database import open_database
 from distill_server.jobs.preflight import Preflight
 from distill_server.jobs.run_files import RunFiles
+from distill_server.jobs.runs_owner import own_runs
 from distill_server.jobs.store import JobStore
 from distill_server.metrics import ServerMetrics
 from distill_server.on_end import EndCommand
@@ -65,15 +66,16 @@ async def run_server(
     called with the port once the server listens. `metrics` is the (host, port) of the
     metrics page, `database` defaults to server.sqlite in `runs`. `on_end` is called for ended jobs.
     Jobs are removed `keep_days` after their end; None: never.
-    Raises WrongState if another server uses the database, InvalidInput if the port is taken or
-    `runs` cannot be a directory.
+    Raises WrongState if another server uses the database or `runs`, or if `runs` belongs to another
+    database; InvalidInput if the port is taken or `runs` cannot be a directory.
     """
     require_counted_gpus(endpoint.tokens.quotas, policy.machine.gpus is not None)
     runs, notifier = _create_directory(runs), ChangeNotifier()
-    with open_database(database or runs / "server.sqlite") as connection:
+    database = database or runs / "server.sqlite"
+    with open_database(database) as connection, own_runs(runs, database, connection):
         store = JobStore(connection, lambda job_id: _on_job_change(job_id, store, notifier, on_end))
         files, tokens = RunFiles(), endpoint.tokens
-        audit = Audit((database or runs / "server.sqlite").with_name(AUDIT_FILE))
+        audit = Audit(database.with_name(AUDIT_FILE))
         quotas = Quotas(connection, store, tokens.quotas)
         scheduler = Scheduler(store, runs, runner, policy, quotas, preflight, files)
         control = JobControl(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sqlite3
 import time
@@ -11,6 +10,7 @@ from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 
+from distill_server.jobs.runs_owner import exclusive_lock
 from protos.errors import Corrupt, InvalidInput, NotFound, Unavailable, WrongState
 
 _FIRST_SCHEMA = """
@@ -101,8 +101,15 @@ CREATE INDEX jobs_untold ON jobs (owner) WHERE state = 'QUEUED' AND phase = '';
 _IMPORTS = """
 ALTER TABLE jobs ADD COLUMN imported_at REAL NOT NULL DEFAULT 0;  -- 0: it was submitted here
 """
+_IDENTITY = """
+CREATE TABLE server (id TEXT NOT NULL);  -- one row: the id of this database, in its copies too
+INSERT INTO server VALUES (lower(hex(randomblob(16))));
+"""
 # Step n migrates schema n - 1 to schema n. Never change a released step: add a new one.
-_STEPS = (_FIRST_SCHEMA, _RESOURCES, _WAITS, _DEPENDENCIES, _TEACHERS, _REMOVALS, _PEOPLE, _IMPORTS)
+_STEPS = (
+    *(_FIRST_SCHEMA, _RESOURCES, _WAITS, _DEPENDENCIES, _TEACHERS, _REMOVALS, _PEOPLE, _IMPORTS),
+    _IDENTITY,
+)
 NEWEST = OLDER = 500
 # A job is thinned when it has got this many more events.
 _EVERY = 500
@@ -118,7 +125,7 @@ def open_database(path: Path) -> Iterator[sqlite3.Connection]:
     server holds the lock or a newer server wrote the schema, Corrupt if the file is damaged,
     Unavailable if the migration cannot be written.
     """
-    with _lock_database(path.with_suffix(".lock")):
+    with exclusive_lock(path.with_suffix(".lock")):
         # SQLite copies the mode of the database to its journal files.
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         connection = sqlite3.connect(path, isolation_level=None)
@@ -154,24 +161,6 @@ def _roll_back(connection: sqlite3.Connection) -> None:
     # After some errors, such as a full disk, SQLite has already rolled back.
     if connection.in_transaction:
         connection.execute("ROLLBACK")
-
-
-@contextmanager
-def _lock_database(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise WrongState(
-                f"another server uses {path.parent}",
-                hint="stop that server, or start this server with another --runs directory",
-            ) from error
-        yield
-    finally:
-        # Closing releases the lock. The file is not removed: after a removal, two servers could
-        # lock two different files.
-        os.close(descriptor)
 
 
 def _prepare_connection(connection: sqlite3.Connection, path: Path) -> None:

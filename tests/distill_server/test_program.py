@@ -75,8 +75,13 @@ def test_the_database_may_be_elsewhere(tmp_path: Path) -> None:
     """--database puts the database on a local disk, where the runs are on a file server."""
     with program(tmp_path / "runs", "--database", str(tmp_path / "here.sqlite")) as (_, line):
         assert line.startswith("server listening on")
+        # Another database does not get the uploads and teachers of this one's jobs.
+        other_server = [*command(tmp_path / "runs"), "--database", str(tmp_path / "other.sqlite")]
+        refusal = subprocess.run(other_server, capture_output=True, text=True, timeout=60)
     assert (tmp_path / "here.sqlite").exists()
-    assert list((tmp_path / "runs").iterdir()) == []
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {".server.json", ".server.lock"}
+    assert refusal.returncode == 2
+    assert "error: another server uses" in refusal.stderr
 
 
 def test_one_server_per_directory(tmp_path: Path) -> None:
