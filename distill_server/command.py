@@ -167,7 +167,7 @@ def _import_runs(runs: Path, database: Path, source: Path) -> None:
 
 def _start_logging() -> None:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("protos.rpc.metrics_page").setLevel(logging.INFO)  # tells its address
+    logging.getLogger("protos.rpc.metrics_page").setLevel(logging.INFO)  # to log the page's address
 
 
 def _create_machine(

@@ -38,7 +38,7 @@ class ServerMetrics(Collector):
         runs: Path,
         files: RunFiles,
     ) -> None:
-        """`teachers` are those that the server runs."""
+        """`teachers` are the teachers that the server runs."""
         self._store = store
         self._slots = machine.slots
         self._teachers = teachers
@@ -59,7 +59,7 @@ class ServerMetrics(Collector):
             _PREFIX + "attempts", "Attempts of all jobs since the start.", tally.attempts
         )
         yield CounterMetricFamily(
-            _PREFIX + "retries", "Those that were started because a trainer died.", tally.retries
+            _PREFIX + "retries", "Attempts started because a trainer died.", tally.retries
         )
         yield _make_gauge("slots", "Jobs that can run at once.", self._slots)
         yield _make_gauge(
@@ -69,12 +69,12 @@ class ServerMetrics(Collector):
         )
         yield _make_gauge(
             "waiting_jobs",
-            "Queued jobs that wait for a teacher or another service that is away.",
+            "Queued jobs that wait for an unreachable teacher or other service.",
             len(store.waiting_jobs()),
         )
         yield _make_gauge(
             "silent_seconds",
-            "Longest time without an event of a running job; 0 if none runs.",
+            "Longest time without an event of a running job; 0 if no job runs.",
             _longest_silence(store),
         )
         teachers_by_state = Counter(teacher.state for teacher in self._teachers)
@@ -89,8 +89,8 @@ class ServerMetrics(Collector):
 class _DiskSpace:
     """Free and total space of the file system of the run directories.
 
-    It is read in a thread for the next scrape, because a network file system may not answer; in
-    that case there are no samples.
+    A thread reads the space for the next scrape, because a network file system may not answer. If
+    it does not answer, there are no samples.
     """
 
     def __init__(self, runs: Path, files: RunFiles) -> None:

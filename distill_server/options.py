@@ -19,7 +19,7 @@ GpusOption = Annotated[
     int | None,
     typer.Option(
         help="Number of GPUs to divide among the jobs. Default: not divided, each job sees all GPUs"
-        " (none on a cluster).",
+        " (on a cluster, no GPUs).",
         min=0,
     ),
 ]

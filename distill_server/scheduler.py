@@ -1,8 +1,8 @@
 """Starts queued jobs, follows running jobs, and retries or ends them.
 
 The scheduler keeps no state that a restarted server needs: jobs are in the store, and the state of
-attempts is in the run directories. SQLite is read on the event loop (well under a millisecond), the
-run directories in threads: a directory that does not answer delays only its own job.
+attempts is in the run directories. The event loop reads SQLite, which takes well under a
+millisecond. Threads read the run directories: a directory that does not answer delays only its job.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 # The pause after an error, before a job is polled again.
 _TROUBLE_SECONDS = 5.0
-# The time limit at the end of the server for reads and starts that have begun.
+# At its end, the server waits at most this long for the tasks of jobs that have begun.
 _LAST_SECONDS = 3.0
 
 _T = TypeVar("_T")
@@ -89,7 +89,7 @@ class Scheduler:
             boundary=self._contain_errors,
             quotas=quotas,
         )
-        # By job: one task at a time reads or writes its run directory.
+        # The task of each job; at most one task at a time reads or writes a run directory.
         self._tasks: dict[str, asyncio.Task[None]] = {}
         # Jobs whose run directories do not answer.
         self._silent_jobs: set[str] = set()
@@ -191,7 +191,7 @@ class Scheduler:
             if stale_job.reason:
                 change = Change(JobState.CANCELLED, reason=stale_job.reason, phase="")
             self._store.change(stale_job.job_id, change)
-        # Other jobs may depend on a cancelled one.
+        # Other jobs may depend on a cancelled job.
         self._store.dependencies.is_changed = any(stale_job.reason for stale_job in stale_jobs)
 
     def _start_queued(self) -> bool:
@@ -211,7 +211,7 @@ class Scheduler:
 
     @contextlib.contextmanager
     def _contain_errors(self, job: Job) -> Iterator[None]:
-        """Log the errors of one job, so that a defect or a full disk does not stop the others.
+        """Log the errors of one job, so that a defect or a full disk does not stop other jobs.
 
         Metrics that were read but not stored are read again.
         """
@@ -223,9 +223,9 @@ class Scheduler:
             self._tails.pop((job.id, job.attempt), None)
 
     def _start_job(self, due: DueJob) -> None:
-        # Write the record before starting the process. A server that dies between the two leaves a
-        # job that never started, and the next server queues it again. In the other order, the next
-        # server would start the job a second time.
+        # Write the record before starting the process. A server that dies between these two steps
+        # leaves a job that never started, and the next server queues the job again. In the other
+        # order, the next server would start the job a second time.
         change = Change(JobState.PREPARING, reason="", phase="starting the trainer")
         job = self._store.begin_attempt(due.job, due.share, change, due.teacher)
         failpoint("start-stored")
@@ -238,13 +238,13 @@ class Scheduler:
             start_attempt = partial(self._launch_blocking, job, attempt, due, config, jobs_read)
             await self._call_files(job, start_attempt)
         except OSError as error:
-            # A full disk, no free processes. Only `strerror`: users should not see the server's
-            # paths.
+            # For example, the disk is full or the limit of processes is reached. The reason has
+            # only `strerror`, because users should not see the server's paths.
             cause = error.strerror or error
             self._requeue_after_crash(
                 job, DeadAttempt(f"the trainer could not be started: {cause}", blameless=False)
             )
-        except ValueError as error:  # a configuration of an older version; no attempt mends it
+        except ValueError as error:  # an older version wrote the configuration; do not retry
             reason = f"the trainer could not be started: {error}"
             self._end_job(job, JobEnded(JobState.FAILED, reason), job.step)
         except DistillError as error:  # the output of another job does not exist any more
@@ -285,7 +285,7 @@ class Scheduler:
             is_cancelling=is_cancelling,
         )
         observation = await self._call_files(job, poll)
-        job = self._store.job(job.id)  # a user may have cancelled it meanwhile
+        job = self._store.job(job.id)  # a user may have cancelled the job meanwhile
         runner_phase = observation.outcome.phase if isinstance(observation.outcome, Running) else ""
         changes = progress_changes(job, observation.status, observation.points, runner_phase)
         if changes:

@@ -65,7 +65,7 @@ async def run_server(
     Trainers keep running, and the next server on the same directory follows them. `on_ready` is
     called with the port once the server listens. `metrics` is the (host, port) of the
     metrics page, `database` defaults to server.sqlite in `runs`. `on_end` is called for ended jobs.
-    Jobs are removed `keep_days` after their end; None: never.
+    Jobs are removed `keep_days` days after their end; None means never.
     Raises WrongState if another server uses the database or `runs`, or if `runs` belongs to another
     database; InvalidInput if the port is taken or `runs` cannot be a directory.
     """

@@ -26,7 +26,8 @@ from protos.errors import InvalidInput
 class DueJob:
     """A job that starts now.
 
-    `teacher` and `address` are those of the teacher that the server runs for it, or "".
+    `teacher` and `address` are the key and the address of the teacher that the server runs for the
+    job; "" if there is none.
     """
 
     job: Job
@@ -48,7 +49,7 @@ class StartOrder:
         boundary: Callable[[Job], AbstractContextManager[None]],
         quotas: Quotas,
     ) -> None:
-        """`is_resting(job)`: the job rests after a failure, or a task works on it.
+        """`is_resting(job)` returns True if the job rests after a failure or a task works on it.
 
         `boundary(job)` is a context manager that contains the errors of one job.
         """
@@ -72,9 +73,9 @@ class StartOrder:
         """Yield the jobs that start now, in the order of the queue.
 
         A job that waits for its share blocks the jobs behind it, because otherwise small jobs could
-        delay a large one for ever. A job whose teacher loads has its share reserved. Jobs that wait
-        for a retry, for a service or for the quota of their owner, or that request more than a
-        restarted server has, block no job of another owner.
+        delay a large job forever. The share of a job whose teacher loads is reserved. Jobs that
+        wait for a retry, for a service or for the quota of their owner do not block jobs of other
+        owners, nor do jobs that request more than the machine of a restarted server has.
         """
         self._needs.begin_pass()
         self._quotas.begin_pass()
@@ -116,7 +117,7 @@ class StartOrder:
         try:
             self._machine.require_room(config)
         except InvalidInput as error:
-            # It waits until a server with more resources runs it.
+            # The job waits until a server with more resources runs it.
             self._too_large.add(job.id)
             self._write_phase(job, str(error))
             return TeacherAwaited()

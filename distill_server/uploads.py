@@ -68,15 +68,15 @@ class Uploads:
     def __init__(self, runs: Path) -> None:
         self._root = runs / NAME
         self._files, self._parts = self._root / "files", self._root / "parts"
-        # Guards the directories: links are created or garbage is removed, not both at once.
+        # Held while links are created and while garbage is removed.
         self._lock = threading.Lock()
         self._expected_files: dict[str, _ExpectedFile] = {}
 
     def begin(self, files: Sequence[UploadFile]) -> tuple[Path | None, list[MissingPart]]:
-        """Return the path of the upload with these files, or the files that have yet to arrive.
+        """Return the path of the upload with these files, or the files that are not complete.
 
-        All paths must start with the same name, that of the file or directory. Raises InvalidInput
-        if the files cannot be stored, and WrongState if they do not fit on the disk.
+        All paths must start with the same name, the name of the uploaded file or directory. Raises
+        InvalidInput if the files cannot be stored, and WrongState if they do not fit on the disk.
         """
         _check_files(files)
         upload = self._root / _digest_of(files)
@@ -139,10 +139,11 @@ class Uploads:
                     path.unlink()
 
     def _has_file(self, sha256: str) -> bool:
-        """Return True if the file is complete; if nothing links to it, delay its removal."""
+        """Return True if the file is complete; delay its removal if no upload links to it yet."""
         path = self._files / sha256
         try:
-            # The time of a linked file must not change: `key_of` identifies a model's files by it.
+            # Do not change the time of a linked file: `key_of` identifies a model's files by their
+            # times.
             if path.stat().st_nlink == 1:
                 os.utime(path)
         except FileNotFoundError:
@@ -232,7 +233,7 @@ def _digest_of(files: Sequence[UploadFile]) -> str:
 
 
 def _check_files(files: Sequence[UploadFile]) -> None:
-    """Raise InvalidInput if a path or checksum cannot be that of a file of one upload."""
+    """Raise InvalidInput if a path or checksum is not valid, or if there is more than one root."""
     if not 0 < len(files) <= MAX_UPLOAD_FILES:
         raise InvalidInput(
             f"{len(files)} files; an upload has 1 to {MAX_UPLOAD_FILES}", field="files"

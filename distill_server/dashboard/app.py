@@ -80,9 +80,9 @@ class _ResumeBody(_RequestBody):
 class Pages:
     """The request handlers: starlette endpoints, which take a request and return a response.
 
-    They raise DistillError, which the application turns into an HTTP error. `endpoint` is that of
-    the gRPC server and `grpc_port` its port, 0 until it is bound. `registry` has the
-    Prometheus metrics.
+    The handlers raise DistillError, which the application turns into an HTTP error. `endpoint` is
+    the address of the gRPC server, and `grpc_port` its port, 0 until the port is bound. `registry`
+    has the Prometheus metrics.
     """
 
     store: JobStore
@@ -116,7 +116,11 @@ class Pages:
         )
 
     def _grpc_address(self, request: Request) -> str:
-        """Return the gRPC address; unless on loopback, with the host name of the user's request."""
+        """Return the gRPC address for users.
+
+        If the server listens on a loopback address, this is that address. Otherwise the host is the
+        host name in the user's request.
+        """
         if is_loopback(self.endpoint.host):
             return self.endpoint.address(self.grpc_port)
         public_endpoint = replace(self.endpoint, host=request.url.hostname or self.endpoint.host)
@@ -127,7 +131,7 @@ class Pages:
         return JSONResponse(await self.turns.run_query(self._page_reader(request)))
 
     async def jobs_events(self, request: Request) -> Response:
-        """GET /api/events: the same page as an event stream, sent again when it changes."""
+        """GET /api/events: the page of /api/jobs as an event stream, sent again when it changes."""
         return feed(list_messages(self.notifier, self.turns, self._page_reader(request)))
 
     def _page_reader(self, request: Request) -> Callable[[], Mapping[str, Any]]:
@@ -192,7 +196,7 @@ class Pages:
     async def usage(self, request: Request) -> Response:
         """GET /api/jobs/JOB/usage: CPU time, memory and GPUs of the trainer's processes.
 
-        `usage` is null if they are not on this machine or have ended.
+        `usage` is null if the processes are not on this machine or have ended.
         """
         job = self.store.resolve(request.path_params["job"])
         logs = RunDirectory(self.runs / job.id).logs(job.attempt)
@@ -216,8 +220,8 @@ class Pages:
     async def log(self, request: Request) -> Response:
         """GET /api/jobs/JOB/log: a stream of an attempt's log; `attempt` defaults to the newest.
 
-        It starts after `Last-Event-ID` (ATTEMPT:OFFSET) if that is of the same attempt, else with
-        the last 500 lines.
+        The stream starts after `Last-Event-ID` (ATTEMPT:OFFSET) if this id is of the same attempt,
+        else with the last 500 lines.
         """
         job = self.store.resolve(request.path_params["job"])
         attempt, _, offset = request.headers.get("last-event-id", "0:0").partition(":")
@@ -289,7 +293,8 @@ class Pages:
 def make_app(pages: Pages, *, tokens: Tokens, host: str, external: str = "") -> ASGIApp:
     """Build the application with its access control.
 
-    `host` is the address it listens on, `external` the host name of a proxy in front of it.
+    `host` is the address that the application listens on, `external` the host name of a proxy in
+    front of the application.
     """
     job_path = "/api/jobs/{job}"
     routes = [

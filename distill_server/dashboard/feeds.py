@@ -26,7 +26,7 @@ from protos.errors import DistillError
 
 _PAGE_EVENTS = 200
 _SECONDS_BETWEEN_QUERIES = 1.0
-# The number of points sent for the steps before the page was opened, for jobs of any length.
+# The largest number of points for the steps before the page was opened, for jobs of any length.
 _MAX_POINTS = 1500
 _HEARTBEAT_SECONDS = 15.0
 
@@ -55,7 +55,7 @@ async def job_messages(
 ) -> Messages:
     """Yield `steps` messages: lists of a job's events after `after_seq`.
 
-    Events before the call are thinned to about 1,500 points; later ones are sent unchanged. The
+    Events before the call are merged to about 1,500 points; later events are sent unchanged. The
     stream ends only when the server stops.
     """
     last_old_seq = store.job(job_id).last_seq
@@ -73,7 +73,7 @@ async def job_messages(
         ]
         seq = page[-1].seq
         yield message("steps", records, str(seq))
-        # Let other tasks run: a long history is many pages.
+        # Let other tasks run: a long history has many pages.
         await asyncio.sleep(0)
 
 

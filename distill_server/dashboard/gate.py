@@ -17,7 +17,7 @@ from protos.errors import DistillError, Forbidden, Unauthenticated
 from protos.rpc.http_server import require_our_name
 
 STATIC = Path(__file__).with_name("static")
-# The page's own files need no token: they hold no data, and users enter the token in the page.
+# The files of the page need no token: they hold no data, and users enter the token in the page.
 _PUBLIC_PATHS = frozenset({"/", *(f"/{path.name}" for path in STATIC.iterdir())})
 _READ_METHODS = frozenset({"GET", "HEAD"})
 _HEADERS = {
@@ -35,8 +35,8 @@ _HEADERS = {
 class DashboardGate:
     """ASGI middleware: GET and HEAD need role read, all other methods role submit.
 
-    Without tokens, the dashboard is read-only for everyone who can reach it: any web page that a
-    user opens can send requests to it.
+    Without tokens, the dashboard is read-only for everyone, because any web page that a user opens
+    can send requests to the dashboard.
     """
 
     def __init__(self, app: ASGIApp, *, tokens: Tokens, host: str, external: str = "") -> None:

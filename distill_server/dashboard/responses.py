@@ -48,7 +48,7 @@ def fault_answer(fault: DistillError) -> Response:
 async def on_error(request: Request, error: Exception) -> Response:
     """The application's error handler.
 
-    A DistillError is returned unchanged. For any other error, only an id is returned, which is
-    also in the server's log.
+    The response to a DistillError has its message. The response to any other error has only an id,
+    which is also in the server's log.
     """
     return fault_answer(public_error(error, request.url.path))

@@ -30,9 +30,9 @@ from protos.rpc.server import ServerEndpoint
 class Dashboard:
     """The settings of the dashboard. It uses the address, tokens and TLS of the gRPC port.
 
-    `port` 0 picks a free port. `external_url` is the URL of a proxy in front of it, if any.
-    `on_ready` is called with the URL for users once the server listens. `limits` are those of its
-    clients; a browser opens up to six connections.
+    `port` 0 picks a free port. `external_url` is the URL of a proxy in front of the dashboard, if
+    any. `on_ready` is called with the URL for users once the server listens. `limits` are limits
+    for its clients; a browser opens up to six connections.
     """
 
     port: int = 0
@@ -94,7 +94,7 @@ class Dashboard:
 def external_host(url: str) -> str:
     """Return the lower-case host name of an external URL; "" for "".
 
-    Raises InvalidInput if it is not an http or https URL.
+    Raises InvalidInput if `url` is not an http or https URL.
     """
     parts = urlsplit(url)
     if url and (parts.scheme not in ("http", "https") or not parts.hostname):

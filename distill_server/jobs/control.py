@@ -69,10 +69,9 @@ class JobControl:
     ) -> None:
         """`wake` is called when the scheduler has work. `preflight` runs before a job is queued.
 
-        `let_wait`: None refuses a job whose teacher is away or loads.
-
-        `stop_trainer` sends SIGTERM to an attempt whose request to stop cannot be written. More
-        than `most_queued` queued jobs make `submit` and `resume` raise Overloaded.
+        If `let_wait` is None, a job whose teacher is unreachable or loads is refused.
+        `stop_trainer` sends SIGTERM to an attempt whose request to stop cannot be written. If more
+        than `max_queued` jobs would be queued, `submit` and `resume` raise Overloaded.
         """
         self._store = store
         self._runs = runs
@@ -87,7 +86,7 @@ class JobControl:
     async def check(self, *configs_json: str) -> None:
         """Raise the errors that `submit_checked` would raise, without queueing the jobs.
 
-        Also Unavailable if a job would wait for its teacher.
+        In addition, raises Unavailable if a job would wait for its teacher.
         """
         problems = await self._check_jobs(
             [self._parse_submission(config_json, "", "") for config_json in configs_json]
@@ -104,9 +103,9 @@ class JobControl:
     async def submit_all(self, requests: Sequence[Submission], owner: str = "") -> list[Job]:
         """Run the preflight of all jobs, then queue all of them for `owner`, or none.
 
-        Keys that were used before return their jobs without a preflight. A job may depend on those
+        Keys that were used before return their jobs without a preflight. A job may depend on jobs
         before it in `requests`. Raises InvalidInput, WrongState, NotFound, Overloaded or the
-        preflight's DistillError; then nothing is queued.
+        preflight's DistillError; after an error no job is queued.
         """
         configs = [self._parse_submission(*request) for request in requests]
         if known_jobs := self._find_known_jobs(configs, requests):
@@ -122,7 +121,7 @@ class JobControl:
 
         An empty `idempotency_key` means no key. Raises InvalidInput (with the field) if the job is
         not valid or needs more than the machine has, Overloaded if the queue is full, and
-        Unavailable if it cannot be written.
+        Unavailable if the job cannot be written.
         """
         requests = [(config_json, config_text, idempotency_key)]
         configs = [self._parse_submission(*request) for request in requests]
@@ -132,8 +131,8 @@ class JobControl:
         """Cancel a job. The trainer first writes a checkpoint, unless `now`.
 
         A repeated call has no further effect. If the request to stop cannot be written (a full
-        disk), the trainer gets SIGTERM. Raises NotFound if there is no such job, WrongState if it
-        has succeeded or failed, Unavailable if the database cannot be written.
+        disk), the trainer gets SIGTERM. Raises NotFound if there is no such job, WrongState if the
+        job has succeeded or failed, Unavailable if the database cannot be written.
         """
         job = self._store.resolve(text)
         match job.state:
@@ -209,7 +208,7 @@ class JobControl:
         return config
 
     async def _check_jobs(self, configs: Sequence[AnyJob]) -> list[DistillError | None]:
-        """Check jobs; return for each why its teacher must be waited for, or None."""
+        """Check jobs; return the reason of each job to wait for its teacher, or None."""
         if len(configs) > MAX_SUBMITTED_JOBS:
             raise InvalidInput(
                 f"{len(configs)} jobs in one call; the limit is {MAX_SUBMITTED_JOBS}",
@@ -233,7 +232,7 @@ class JobControl:
         return None
 
     def _link_jobs(self, configs: Sequence[AnyJob]) -> list[tuple[str, LinkedJob]]:
-        """Return new ids, and the jobs with ids in place of the names of other jobs."""
+        """Give each job a new id, and replace the names of other jobs in it by their ids."""
         ids: list[str] = []
         for config in configs:
             ids.append(self._create_id(config.method.type, config.name, ids))
@@ -246,7 +245,7 @@ class JobControl:
     def _find_known_jobs(
         self, configs: Sequence[AnyJob], requests: Sequence[Submission]
     ) -> list[Job]:
-        """Return the jobs of keys that were used before; empty if they are new."""
+        """Return the jobs that were submitted with these keys; empty if the keys are new."""
         keys = [key for _, _, key in requests]
         jobs = [
             self._store.find_submitted(*key_and_config)
@@ -401,7 +400,7 @@ def _disk_errors() -> Iterator[None]:
 
 
 def _guess_suffix(config_text: str) -> str:
-    """Guess the suffix of the job file, TOML or YAML; clients send its text without its name.
+    """Guess the suffix of the job file, TOML or YAML; clients send the text without a file name.
 
     Reads only the first line that is not blank or a comment: a parser may need minutes for a
     hostile text.

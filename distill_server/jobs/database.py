@@ -111,7 +111,7 @@ _STEPS = (
     _IDENTITY,
 )
 NEWEST = OLDER = 500
-# A job is thinned when it has got this many more events.
+# Old events of a job are deleted each time that the job has this many more events.
 _EVERY = 500
 # Part of the JSON text of the metrics of an evaluation.
 _EVALUATION = '"eval/'
@@ -121,9 +121,9 @@ _EVALUATION = '"eval/'
 def open_database(path: Path) -> Iterator[sqlite3.Connection]:
     """Open the database at `path`, create it if missing, and migrate it to the newest schema.
 
-    A lock file next to it excludes other servers while it is open. Raises WrongState if another
-    server holds the lock or a newer server wrote the schema, Corrupt if the file is damaged,
-    Unavailable if the migration cannot be written.
+    A lock file next to the database excludes other servers while the database is open. Raises
+    WrongState if another server holds the lock or a newer server wrote the schema, Corrupt if the
+    file is damaged, Unavailable if the migration cannot be written.
     """
     with exclusive_lock(path.with_suffix(".lock")):
         # SQLite copies the mode of the database to its journal files.
@@ -204,7 +204,7 @@ def back_up(database: Path, copy: Path) -> None:
 
     The copy has every job that the server acknowledged before the call. The database is only
     read, so the server is not disturbed. Raises NotFound if there is no database,
-    InvalidInput if `copy` exists, Unavailable if it cannot be written.
+    InvalidInput if `copy` exists, Unavailable if `copy` cannot be written.
     """
     if not database.is_file():
         raise NotFound(f"no job database: {database}", field="--database", hint="see --runs")
@@ -237,13 +237,13 @@ def steady_clock() -> Callable[[], float]:
 
 
 def thin_events(connection: sqlite3.Connection, job_id: str, last_seq: int) -> None:
-    """Delete old events of a job at every 500th event; call it for each event, in a transaction.
+    """Delete the old events of a job at every 500th event.
 
-    Kept are the newest NEWEST; changes of the state, the attempt or the reason; evaluations; and at
-    most OLDER other steps, those at multiples of a power of two.
-
-    `last_seq` is that of the new event. A job then has at most NEWEST + OLDER + _EVERY events, not
-    counting evaluations and changes of state. Takes about 3 ms.
+    Call this function for each new event, in a transaction; `last_seq` is the seq of the new event.
+    A deletion keeps the newest NEWEST events; changes of the state, the attempt or the reason;
+    evaluations; and at most OLDER other steps, which are multiples of a power of two. So a job has
+    at most NEWEST + OLDER + _EVERY events, not counting evaluations and changes of state. A
+    deletion takes about 3 ms.
     """
     if last_seq % _EVERY or last_seq <= NEWEST + OLDER:
         return
@@ -272,7 +272,7 @@ def _select_deletions(rows: Sequence[sqlite3.Row]) -> Iterable[int]:
 
 
 def _is_kept(step: int | None, stride: int) -> bool:
-    """Return whether an event is kept: steps at multiples of the stride, and no phases (None)."""
+    """Return True for a step that is a multiple of the stride; False for a phase (None)."""
     return step is not None and step % stride == 0
 
 

@@ -48,7 +48,8 @@ def digest_of(config: AnyJob) -> str:
 def is_same_job(config_json: str, config: AnyJob) -> bool:
     """Return True if the stored JSON parses to this job.
 
-    Needed for digests of older servers: they covered every key, so an upgrade changed them.
+    This comparison is needed for digests of older servers, which covered every key: new keys in a
+    later version change such a digest.
     """
     try:
         return parse_job(config_json) == config

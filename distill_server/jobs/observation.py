@@ -17,7 +17,7 @@ from clients.runs.metrics_file import MetricsTail, Point
 from distill_server.jobs.store import Change
 from distill_server.runners.interface import Outcome, Runner, Running
 
-# By run directory: held from the read of control.json to the write that follows.
+# One lock for each run directory, held from the read of control.json to the write that follows.
 _CONTROL_LOCKS: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 _LOG_TAIL_BYTES, _LOG_TAIL_LINES, _LOG_LINE_CHARS = 4096, 5, 200
 
@@ -69,9 +69,9 @@ class Observation:
 def observe(
     runner: Runner, run: RunDirectory, attempt: int, tail: MetricsTail, *, is_cancelling: bool
 ) -> Observation:
-    """Poll the runner, then read the files: if the attempt has ended, they are complete.
+    """Poll the runner, then read the files: if the attempt has ended, the files are complete.
 
-    If the job is being cancelled and the request is not in control.json, it is written there.
+    If the job is being cancelled and control.json has no request to stop, the request is written.
     """
     outcome = runner.poll(run, attempt)
     status = status_of(run, attempt)

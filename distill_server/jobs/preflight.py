@@ -40,7 +40,8 @@ _MAX_CACHED = 256
 log = logging.getLogger(__name__)
 # Raises a DistillError. The path is the run directory, or for a new job the directory of all runs.
 Preflight: TypeAlias = Callable[[AnyJob, Path], Awaitable[None]]
-# More than the 5 s time limit of a teacher's answer, less than the 10 s that a client waits.
+# More than the time limit of a teacher's answer (5 s), less than the time that a client waits
+# (10 s).
 _MAX_SECONDS = 8.0
 # A teacher's info is reused this long, so that a burst of submits causes one request per teacher.
 _FRESH_SECONDS = 3.0
@@ -85,7 +86,7 @@ class StudentTokens:
     def _find_difference(
         self, model: Path, fingerprint: str, vocabulary: Callable[[], Sequence[str]]
     ) -> str:
-        """Return a sentence about a certain difference, or ""."""
+        """Return a sentence about a difference that is certain; "" if none is certain."""
         try:
             file_stat = (model / "tokenizer.json").stat()
         except OSError:
@@ -110,7 +111,7 @@ class StudentTokens:
 
 
 def _compare_tokens(student_tokens: Sequence[str], teacher_tokens: Sequence[str]) -> str:
-    """Return a sentence about the first token that certainly differs, or ""."""
+    """Return a sentence about the first token that certainly differs; "" if there is none."""
     # Another file may name the ids that tokenizer.json leaves empty, so only an id with two
     # different tokens is a difference.
     compared_tokens = [
@@ -132,14 +133,14 @@ class JobPreflight:
     """Checks jobs in its own threads; concurrent submits share one request to each teacher."""
 
     def __init__(self, *, trainers_are_local: bool = True) -> None:
-        """`trainers_are_local`: trainers run on this machine, with this Python; not so with Ray."""
+        """`trainers_are_local`: trainers run on this machine, with this Python; False for Ray."""
         self._trainers_are_local = trainers_are_local
         self._file_threads = ThreadPoolExecutor(_FILE_THREADS, "preflight-files")
         # A pool of its own, so that checks of files do not wait for teachers that do not answer.
         self._teacher_threads = ThreadPoolExecutor(_TEACHER_THREADS, "preflight-teachers")
         self._tokens = StudentTokens()
-        # The request and its start time, by the teacher's addresses, the job's field for them, and
-        # the adapter.
+        # The request and its start time. A key consists of the teacher's addresses, the field of
+        # the job that contains them, and the adapter.
         self._requests: dict[
             tuple[tuple[str, ...], str, str], tuple[asyncio.Task[TeacherInfo], float]
         ] = {}
@@ -220,7 +221,8 @@ async def _run_in_thread(threads: ThreadPoolExecutor, check: Callable[[], _T]) -
 
 
 def _create_client(addresses: str | list[str], field: str, adapter: str = "") -> TeacherClient:
-    # The submitter chooses the address, so the token has no more rights than that of a trainer.
+    # The submitter chooses the address, so the token must have no more rights than a trainer's
+    # token.
     return TeacherClient(
         addresses, field=field, scope="preflight", patience_seconds=_MAX_SECONDS, adapter=adapter
     )

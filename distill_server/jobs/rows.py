@@ -66,8 +66,8 @@ class NewJob:
     `submitted_config` is the configuration as the client sent it; it refers to other jobs by the
     names in the job file. In `config`, the server has replaced these names by job ids. An empty
     `key` means no idempotency key. `dependencies` are the ids of the jobs that must succeed before
-    this job starts. `owner` is the owner of the token that submitted it. `waits_for` is the key of
-    a teacher that is away or loads, or "".
+    this job starts. `owner` is the owner of the token that submitted the job. `waits_for` is the
+    key of a teacher that is unreachable or loads, or "".
     """
 
     id: str

@@ -1,7 +1,7 @@
 """Reads and writes run directories in threads, because a network file system may stop answering.
 
-A call that never returns keeps its thread. The event loop stops waiting for it after a time limit,
-and the number of such threads is bounded. `SharedReads` shares reads between viewers.
+A call that never returns keeps its thread. The event loop stops waiting for the call after a time
+limit, and the number of such threads is bounded. `SharedReads` shares reads between viewers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_READS = 512
 class RunFiles:
     """Calls functions in daemon threads, which do not delay the end of the server.
 
-    One instance per event loop; call the methods on it.
+    Create one instance per event loop, and call the methods on that loop.
     """
 
     def __init__(self, answer_seconds: float = ANSWER_SECONDS) -> None:
@@ -44,7 +44,7 @@ class RunFiles:
             raise _make_no_answer(self.answer_seconds)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[_T] = loop.create_future()
-        # Mark the error as retrieved: the caller may have given up by then.
+        # Mark the error as retrieved: the caller may have stopped waiting.
         future.add_done_callback(
             lambda finished_future: finished_future.cancelled() or finished_future.exception()
         )
@@ -70,9 +70,9 @@ class RunFiles:
         return future
 
     async def call(self, call: Callable[[], _T]) -> _T:
-        """Return the result of the call. Raises Unavailable if it takes more than `answer_seconds`.
+        """Return the result of the call.
 
-        The call itself continues in its thread.
+        Raises Unavailable after `answer_seconds`; the call itself continues in its thread.
         """
         return await self.wait_for(self.start(call))
 

@@ -116,7 +116,10 @@ class JobStore:
         return job_of(row)
 
     def find(self, text: str) -> Job:
-        """Return a job by its id, else the newest one with this name, else as `resolve` does."""
+        """Return the job with this id or else the newest job with this name.
+
+        If there is neither, the result is that of `resolve`.
+        """
         row = self._db.execute(
             "SELECT * FROM jobs WHERE id = :text OR name = :text"
             " ORDER BY id = :text DESC, number DESC LIMIT 1",
@@ -129,14 +132,14 @@ class JobStore:
         return bool(self._db.execute("SELECT 1 FROM jobs WHERE id = ?", (job_id,)).fetchone())
 
     def is_used(self, job_id: str) -> bool:
-        """Return True if a job has this id, or a removed one whose files are not deleted yet."""
+        """Return True if a job has this id, or had it and its files are not deleted yet."""
         ids = "SELECT id FROM jobs UNION ALL SELECT job_id FROM removals"
         return bool(self._db.execute(f"SELECT 1 FROM ({ids}) WHERE id = ?", (job_id,)).fetchone())
 
     def resolve(self, text: str) -> Job:
         """Return a job by its id, an unambiguous prefix of the id, or `@last` for the newest job.
 
-        Raises NotFound if no job matches, InvalidInput with the candidates if several do.
+        Raises NotFound if no job matches, InvalidInput with the candidates if several jobs match.
         """
         if text == "@last":
             newest_jobs = self.page(limit=1)
@@ -163,7 +166,7 @@ class JobStore:
     def page(
         self, *, limit: int, before_id: str = "", job_filter: JobFilter | None = None
     ) -> list[Job]:
-        """Return up to `limit` jobs, newest first; with `before_id`, only older ones than that."""
+        """Return up to `limit` jobs, newest first; only jobs older than `before_id`, if given."""
         condition, parameters = (job_filter or JobFilter()).condition()
         rows = self._db.execute(
             f"SELECT * FROM jobs WHERE {condition} AND"
@@ -174,7 +177,10 @@ class JobStore:
         return [job_of(row) for row in rows]
 
     def count_by_state(self, search: str = "") -> dict[JobState, int]:
-        """Return the number of jobs in each of the seven states, restricted as in `page`."""
+        """Return the number of jobs in each of the seven states.
+
+        `search` selects the jobs to count, as in `JobFilter`.
+        """
         condition, parameters = JobFilter(search).condition()
         query = f"SELECT state, count(*) FROM jobs WHERE {condition} GROUP BY state"
         counts = {JobState(state): count for state, count in self._db.execute(query, parameters)}
@@ -194,7 +200,7 @@ class JobStore:
         return [job_of(row) for row in rows]
 
     def startable_jobs(self, limit: int, condition: str = "1") -> Sequence[Job]:
-        """Return QUEUED jobs as `in_state` does, without those that depend on unfinished jobs."""
+        """Return the QUEUED jobs whose dependencies have succeeded, ordered as in `in_state`."""
         return self.in_state(JobState.QUEUED, limit=limit, condition=f"{ALL_MET} AND {condition}")
 
     def oldest_wait(self) -> float:
@@ -225,7 +231,7 @@ class JobStore:
         return [share_of(row) for row in self._select_active("cpus, gpus")]
 
     def users_of_teachers(self) -> Mapping[str, Sequence[str]]:
-        """Return the ids of the active jobs by the key of the teacher that the server runs."""
+        """Return the ids of the active jobs that use a teacher of the server, by teacher key."""
         users: dict[str, list[str]] = {}
         for key, job_id in self._select_active("teacher, id"):
             users.setdefault(key, []).append(job_id)
@@ -298,7 +304,8 @@ class JobStore:
     def change(self, job_id: str, *changes: Change) -> Job:
         """Apply the changes in order in one transaction, each with its event.
 
-        A change that only sets the current phase is skipped. WrongState undoes all changes.
+        A change that only sets the phase that the job already has is skipped. If one change raises
+        WrongState, no change is applied.
         """
         with transaction(self._db):
             for change in changes:
@@ -391,7 +398,7 @@ class JobStore:
         )
 
     def _newest_time(self, job: Job) -> float:
-        """Return the time of the job's last event; the clock may have been set back since."""
+        """Return the time of the job's last event, so that no later event has an earlier time."""
         row = self._db.execute(
             "SELECT time FROM events WHERE job_id = ? AND seq = ?", (job.id, job.last_seq)
         ).fetchone()

@@ -86,10 +86,10 @@ def verdict_of(
         waits_for = status.field or "a service that the job needs"
         attempt_died = DeadAttempt(reason, blameless=True, waits_for=waits_for)
     elif verdict == "cancelled" and not is_blameless_loss:
-        # No user requested it: the machine is drained, or the attempt was preempted.
+        # No user requested the cancel: the machine is drained, or the attempt was preempted.
         attempt_died = DeadAttempt(reason or "the trainer was stopped by SIGTERM", blameless=True)
     elif outcome == Exited(-signal.SIGTERM):
-        # It came from outside, before the trainer had its handler.
+        # SIGTERM came from outside the server, before the trainer installed its handler.
         attempt_died = DeadAttempt("the trainer was stopped by SIGTERM", blameless=True)
     elif outcome == Exited(ExitCode.UNREACHABLE):
         # The trainer could not write its verdict, most likely because the disk is full.

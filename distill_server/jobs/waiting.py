@@ -80,7 +80,7 @@ class Waits:
         return _format_phase(wait)
 
     def begin_at_submit(self, job: Job, problem: DistillError) -> Job:
-        """Begin the wait of a new job for its teacher, which is away or loads; return the job."""
+        """Begin the wait of a new job for a teacher that cannot be used yet; return the job."""
         wait = self._waits[job.id] = self._create_wait(self._store.attempt(job), 0.0)
         return self._store.change(job.id, Change(phase=_format_phase(wait, problem.message)))
 
@@ -138,7 +138,10 @@ class Waits:
             self._wake()
 
     async def _find_problem(self, job: Job) -> DistillError | None:
-        """Return why the job must wait; None if it can start, or if its trainer is to report it."""
+        """Return why the job must wait; None if the job can start.
+
+        The result is also None for a problem that the trainer reports.
+        """
         try:
             config = parse_config(job.config_json)
             jobs_read = {output.job: self._store.job(output.job) for output in outputs_in(config)}
@@ -160,7 +163,7 @@ class Waits:
             self._store.change(job.id, Change(JobState.FAILED, reason=reason, phase=""))
             del self._waits[job.id]
         else:
-            if not isinstance(problem, TeacherNotReady):  # it tells a percentage, which changes
+            if not isinstance(problem, TeacherNotReady):  # its percentage changes at each try
                 wait.pause = min(self._longest_pause, 2 * wait.pause)
             wait.next_at = time.monotonic() + wait.pause
             if job.phase != (phase := _format_phase(wait, problem.message)):

@@ -35,7 +35,7 @@ class Entry:
 
 
 class Audit:
-    """Appends to the audit log at `path`; None writes none. Call all methods on the event loop."""
+    """Appends to the audit log at `path`; None: no log. Call all methods on the event loop."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -44,7 +44,7 @@ class Audit:
     def entry(
         self, action: str, caller: Caller | None, peer: str = "", *about: str
     ) -> Iterator[Entry]:
-        """Write one line at the end of the block, with the error that it raised, if any.
+        """Write one line at the end of the block, with the error of the block, if any.
 
         `caller` None means the server itself. `about` are the names in the request; the block
         replaces them by the ids of the objects.

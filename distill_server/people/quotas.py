@@ -33,12 +33,12 @@ class Quotas:
     def __init__(
         self, connection: sqlite3.Connection, store: JobStore, quotas: Mapping[str, Quota]
     ) -> None:
-        """`quotas` are by the name of the owner; other owners have none."""
+        """`quotas` has the quota of each owner by name; other owners have no quota."""
         self._db = connection
         self._store = store
         self._quotas = quotas
         self._usage_by_owner: dict[str, _Usage] = {}
-        # Owners with a job above their quota, and the jobs' phase, as of the last pass.
+        # The owners with a job above their quota in the last pass, and the phase of these jobs.
         self._phase_by_owner: dict[str, str] = {}
         self._last_counters: tuple[object, ...] = ()
 
@@ -93,7 +93,7 @@ class Quotas:
     def count_start(self, job: Job, gpus: int) -> None:
         """Add a job that is about to start, and its GPUs, to its owner's usage.
 
-        Later jobs of the same scheduling pass see it.
+        Later jobs of the same scheduling pass are then compared with the larger usage.
         """
         usage = self._usage_by_owner.setdefault(job.owner, _Usage())
         usage.jobs += 1

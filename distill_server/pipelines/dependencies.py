@@ -1,4 +1,4 @@
-"""The database table of the jobs that must succeed before another one starts."""
+"""The database table of the jobs that must succeed before another job starts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from clients.jobs.job import JobState
 
-# The prefix of a phase, which the ids of the unfinished jobs follow.
+# The prefix of a phase; the ids of the unfinished jobs follow the prefix.
 _WAITING = "WAITING for "
 _MAX_NAMED = 3
 # An SQL condition on a row of `jobs`: every job that it depends on has succeeded.
@@ -22,7 +22,8 @@ ALL_MET = (
 class StaleJob:
     """A QUEUED job with an outdated phase, or a job that can never start.
 
-    `phase` is the current phase. `reason` is the reason why the job can never start; "" otherwise.
+    `phase` is the phase that the job should have. `reason` says why the job can never start; "" if
+    the job can start later.
     """
 
     job_id: str
@@ -47,7 +48,7 @@ class Dependencies:
         )
 
     def explain_failure(self, job_id: str) -> str:
-        """Return why the job cannot start: a dependency has failed; "" if none has."""
+        """Return which failed dependency prevents the start of the job; "" if there is none."""
         row = self._db.execute(
             "SELECT id, state FROM dependencies JOIN jobs ON id = before_id"
             " WHERE job_id = ? AND state IN (?, ?) ORDER BY number LIMIT 1",

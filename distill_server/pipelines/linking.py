@@ -16,7 +16,7 @@ from clients.runs.directory import RunDirectory
 from distill_server.pipelines.dependencies import format_failed_dependency
 from protos.errors import InvalidInput, NotFound, WrongState
 
-# Returns the job with a name or an id; raises NotFound or InvalidInput.
+# Returns the job that has the given name or id; raises NotFound or InvalidInput.
 FindJob: TypeAlias = Callable[[str], Job]
 _WITH_ARTICLE = {"store": "a store", "export": "an export"}
 
@@ -30,7 +30,7 @@ class LinkedJob:
 
 
 def link_job(configs: Sequence[AnyJob], ids: Sequence[str], index: int, find: FindJob) -> LinkedJob:
-    """Replace the job names in config `number` by ids.
+    """Replace the job names in config `index` by ids.
 
     `configs` are the jobs of one submission, and `ids` their ids. A name means an earlier job in
     `configs`, otherwise the job that `find` returns. The name of the job itself means an older job.
@@ -80,10 +80,10 @@ def link_job(configs: Sequence[AnyJob], ids: Sequence[str], index: int, find: Fi
 
 
 def with_paths(config: AnyJob, runs: Path, jobs: Mapping[str, Job]) -> AnyJob:
-    """Return the job with the paths of the outputs that it reads; reads the disk.
+    """Replace references to outputs of other jobs by the paths of the outputs; reads the disk.
 
-    `jobs` are its dependencies by id. Raises WrongState or NotFound if an output does not exist
-    any more.
+    `jobs` are the dependencies of the job by id. Raises WrongState or NotFound if an output does
+    not exist any more.
     """
     for output in outputs_in(config):
         job = jobs[output.job]

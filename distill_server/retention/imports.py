@@ -35,7 +35,7 @@ _ID = re.compile(r"[a-z0-9][a-z0-9.-]{0,99}")
 _ATTEMPT = re.compile(r"attempt-([1-9]\d{0,5})")
 # The largest numbers of an attempt and of a step that the pattern and SQLite allow.
 _MAX_ATTEMPTS, _MAX_STEPS = 999_999, 2**63 - 1
-# By the verdict of a program: the states of its end, and the default reason.
+# For each verdict of a program: the states of the job at the end, and the default reason.
 _ENDS = {
     "succeeded": ((JobState.SUCCEEDED,), ""),
     "failed": ((JobState.FAILED,), "the trainer gave no reason"),
@@ -56,9 +56,9 @@ class ImportResult:
 def import_runs(connection: sqlite3.Connection, runs: Path, source: Path) -> Iterator[ImportResult]:
     """Add the run directories in `source` to the jobs of a server with the directory `runs`.
 
-    Directories outside `runs` are copied there. The order is that of their start times. Hidden
-    directories are skipped. Raises InvalidInput if `source` is no directory, or is a run directory
-    itself.
+    Directories outside `runs` are copied to `runs`. Runs that started earlier are added earlier.
+    Hidden directories are skipped. Raises InvalidInput if `source` is no directory, or is a run
+    directory itself.
     """
     if not source.is_dir():
         raise InvalidInput(
@@ -252,7 +252,7 @@ def _read_times(path: Path) -> tuple[float, float]:
 def _format_error(error: Exception) -> str:
     if isinstance(error, DistillError):
         return str(error)
-    if isinstance(error, shutil.Error):  # a list of (source, copy, why)
+    if isinstance(error, shutil.Error):  # a list of (source, copy, reason)
         return str(error.args[0][0][2])
     if isinstance(error, OSError):
         return f"{error.filename or 'its files'}: {error.strerror or error}"

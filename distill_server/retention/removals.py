@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 _ENDED = ", ".join(f"'{state}'" for state in sorted(TERMINAL))
 # The condition of `expired` on a job.
 _OVER = f"state IN ({_ENDED}) AND max(ended_at, imported_at) < :before"
-# In the order of foreign keys: referring rows first.
+# In an order that foreign keys allow: rows that refer to other rows are deleted first.
 _DELETIONS = (
     "DELETE FROM events WHERE job_id = :id",
     "DELETE FROM attempts WHERE job_id = :id",
@@ -70,9 +70,9 @@ class Removals:
     def remove(self, text: str) -> Job:
         """Remove an ended job with its events and keys; its files are deleted later.
 
-        Returns the job as it was. Raises NotFound if there is no such job, WrongState if it has not
-        ended, is pinned, or is needed by a job that has not ended, and Unavailable if the database
-        cannot be written.
+        Returns the removed job. Raises NotFound if there is no such job, WrongState if the job has
+        not ended, is pinned, or is needed by a job that has not ended, and Unavailable if the
+        database cannot be written.
         """
         job = self._store.resolve(text)
         if job.state not in TERMINAL:
@@ -101,7 +101,7 @@ class Removals:
             for deletion in _DELETIONS:
                 self._db.execute(deletion, {"id": job.id})
         failpoint("removal-stored")
-        # A dependent job may have waited only for this one.
+        # A dependent job may have waited only for the removed job.
         self._store.dependencies.is_changed = True
         self._on_change(job.id)
         self.wake()
@@ -110,8 +110,8 @@ class Removals:
     def list_expired(self, cutoff: float, limit: int) -> Sequence[str]:
         """Return the ids of up to `limit` jobs that ended before the Unix time `cutoff`.
 
-        Oldest first. An imported job counts as ended when it was imported. Pinned jobs are
-        excluded, and jobs with a dependent job that had not ended by then.
+        The oldest job is first. The end of an imported job is the time of its import. Pinned jobs
+        are excluded, and jobs with a dependent job that had not ended before `cutoff`.
         """
         rows = self._db.execute(
             f"SELECT id FROM jobs AS ended WHERE {_OVER} AND NOT pinned"
@@ -139,7 +139,10 @@ class Removals:
 
 
 def delete_run(runs: Path, job_id: str) -> None:
-    """Delete the run directory of a job; nothing outside of `runs`, whatever links there are."""
+    """Delete the run directory of a job. Links are not followed: only files in `runs` are deleted.
+
+    Nothing happens if the directory does not exist.
+    """
     assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", job_id), "it was made by run_ids"
     path = runs / job_id
     with suppress(FileNotFoundError):

@@ -22,8 +22,8 @@ from protos.rpc.transport import MAX_CHUNK_BYTES
 class Piece:
     """A chunk of one file, at most MAX_CHUNK_BYTES.
 
-    `path` is relative to the downloaded directory, `offset` counts bytes. `sha256` is the digest of
-    the complete file in its last piece (`last`), and "" in the others.
+    `path` is relative to the downloaded directory, `offset` counts bytes. In the last piece of a
+    file (`last`), `sha256` is the digest of the complete file; in other pieces it is "".
     """
 
     path: str
@@ -60,14 +60,14 @@ async def read_pieces(
 
 def _open_file(path: Path, root: Path, relative_path: str) -> BinaryIO:
     try:
-        # O_NONBLOCK: a pipe may have taken the place of the file.
+        # With O_NONBLOCK, the open does not block if a pipe has replaced the file.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise NotFound(
             f"{relative_path} was removed during the download", hint="start the download again"
         ) from error
     file = open(descriptor, "rb")  # noqa: SIM115
-    # O_NOFOLLOW checks the last component only: a directory above may have become a link.
+    # O_NOFOLLOW checks only the last component of the path: a parent directory may be a link now.
     opened_path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
     if not opened_path.is_relative_to(root.resolve()):
         file.close()

@@ -40,7 +40,8 @@ from protos.rpc.transport import MAX_PAGE_JOBS, STREAM_OPEN
 SERVICE = pb.DESCRIPTOR.services_by_name["Distill"].full_name
 _PAGE_JOBS = 50
 
-# A string: the type stubs give this class two type parameters that it lacks at run time.
+# This alias is a string, because the type stubs give the class two type parameters that the class
+# lacks at run time.
 _Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 _ANSWER_SECONDS = 1.0
 
@@ -48,7 +49,7 @@ _ANSWER_SECONDS = 1.0
 class DistillService(distill_pb2_grpc.DistillServicer):
     """Serves jobs over gRPC. An interceptor turns each DistillError into a gRPC status.
 
-    Every `job_id` may be an id, an unambiguous prefix of one, or `@last`.
+    Every `job_id` may be an id, an unambiguous prefix of an id, or `@last`.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
     async def BeginUpload(
         self, request: pb.BeginUploadRequest, context: _Context
     ) -> pb.BeginUploadResponse:
-        """Return the path of uploaded files, or the bytes of them that the server does not have."""
+        """Return the path of uploaded files, or the parts that the server does not have yet."""
         files = [UploadFile(file.path, file.size, file.sha256) for file in request.files]
         path, missing = await self._files.start(partial(self._uploads.begin, files))
         missing_files = [pb.MissingFile(sha256=file.sha256, offset=file.offset) for file in missing]

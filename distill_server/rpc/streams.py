@@ -28,7 +28,7 @@ _LOG_LOOK_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class LogPiece:
-    """Bytes of an attempt's log. `next_offset` is the file offset of the byte after them."""
+    """Bytes of an attempt's log. `next_offset` is the file offset of the byte after the piece."""
 
     data: bytes
     next_offset: int
@@ -38,8 +38,8 @@ class LogPiece:
 class Streams:
     """Streams events from the store and logs from the run directories.
 
-    Both streams raise Unavailable if they wait when the server stops, and the log if the run
-    directory does not answer.
+    Both streams raise Unavailable if they wait when the server stops. The stream of a log also
+    raises Unavailable if the run directory does not answer.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Streams:
         self.files = files or RunFiles()
 
     async def events(self, text: str, after_seq: int) -> AsyncIterator[JobEvent]:
-        """Yield every event after `after_seq`, then new ones until the job has ended.
+        """Yield every event after `after_seq`, then new events until the job has ended.
 
         `text` is a job's id, prefix or `@last`. Raises NotFound if there is no such job,
         InvalidInput if the job has no event `after_seq` yet.

@@ -18,15 +18,15 @@ _CovariantAnswer = TypeVar("_CovariantAnswer", covariant=True)
 class Jobs(Protocol[_CovariantAnswer]):
     """The calls that a Cluster makes; calls may block.
 
-    They raise Unavailable if the cluster does not answer, and another DistillError if it refuses
-    the call.
+    The calls raise Unavailable if the cluster does not answer, and another DistillError if the
+    cluster refuses the call.
     """
 
     def submit(self, name: str, entrypoint: str) -> None:
         """Start a job; no effect if the cluster already knows the name."""
 
     def stop(self, name: str) -> None:
-        """Stop a job; no effect if the cluster does not know it, or if it has ended."""
+        """Stop a job; no effect if the cluster does not know the job, or if the job has ended."""
 
     def get_state(self, name: str) -> _CovariantAnswer:
         """Return the state of a job."""
@@ -45,8 +45,8 @@ class _FollowedJob(Generic[_Answer]):
 class Cluster(Generic[_Answer]):
     """The last known state of the followed jobs of a cluster. No method blocks; thread-safe.
 
-    A daemon thread submits, stops and polls the jobs every `pause_seconds`. `title` is the cluster
-    in messages.
+    A daemon thread submits, stops and polls the jobs every `pause_seconds`. `title` is the
+    cluster's name in messages.
     """
 
     def __init__(self, jobs: Jobs[_Answer], title: str, pause_seconds: float) -> None:
@@ -72,9 +72,9 @@ class Cluster(Generic[_Answer]):
             job.is_stopping, job.entrypoint = True, None
 
     def get_state(self, name: str) -> tuple[_Answer | None, str]:
-        """Return a job's last state and the current problem of the cluster; starts following it.
+        """Return a job's last state and the current problem of the cluster; follow the job.
 
-        The state is None before the first answer; the problem is "" if there is none.
+        The state is None before the first answer; the problem is "" if there is no problem.
         """
         with self._lock:
             job = self._followed_jobs.setdefault(name, _FollowedJob())

@@ -9,7 +9,7 @@ from typing import Protocol
 from clients.runs.directory import RunDirectory
 from distill_server.runners.machine import Share
 
-# From SIGTERM to SIGKILL. The request to stop, in control.json, comes long before SIGTERM.
+# The time from SIGTERM to SIGKILL. The request to stop in control.json is written long before.
 KILL_GRACE_SECONDS = 5.0
 
 

@@ -32,9 +32,9 @@ class Machine:
     `slots` is the number of jobs that run at once. `cpus_per_job` is the default number of CPU
     threads of a job, which has at least one for each of its processes. `cpus` is the number of CPU
     threads of all jobs together; 0 means slots * cpus_per_job. `gpus` are names as in
-    CUDA_VISIBLE_DEVICES; None means that GPUs are not divided among jobs. `has_teachers`: the
-    server starts the teachers of `teacher.model`, at most `slots` at once, on GPUs of `gpus`.
-    `places_engines`: the server finds GPUs for the engines of `rollouts.gpus`.
+    CUDA_VISIBLE_DEVICES; None means that GPUs are not divided among jobs. `has_teachers` means that
+    the server starts the teachers of `teacher.model`, at most `slots` at once, on GPUs of `gpus`.
+    `places_engines` means that the server finds GPUs for the engines of `rollouts.gpus`.
     """
 
     slots: int = 1
@@ -65,7 +65,7 @@ class Machine:
                 f"the job requests {cpus} CPU threads, but the server has {self.all_cpus} for"
                 f" all jobs",
                 field="resources.cpus",
-                hint="request fewer, or start the server with a larger --cpus",
+                hint="request fewer threads, or start the server with a larger --cpus",
             )
         if 0 < (job.resources.gpus or 0) < (needed_gpus := job.gpus) > processes:
             raise InvalidInput(
@@ -80,7 +80,7 @@ class Machine:
             raise InvalidInput(
                 f"the job requests {gpus} GPUs, but the server has {len(self.gpus or ())} for jobs",
                 field="resources.gpus",
-                hint="request fewer, or start the server with a larger --gpus",
+                hint="request fewer GPUs, or start the server with a larger --gpus",
             )
 
     def _require_room_for_teacher(self, job: AnyJob) -> None:
@@ -120,11 +120,13 @@ class Machine:
             return None
         count, free_gpus = teacher.gpus_of_model, self._free_gpus(shares)
         if count > len(free_gpus):
-            raise LookupError(f"{_format_count(count, 'GPU')}; {len(free_gpus)} are free")
+            raise LookupError(
+                f"the teacher needs {_format_count(count, 'GPU')}; {len(free_gpus)} are free"
+            )
         return tuple(free_gpus[:count])
 
     def allocate_share(self, job: AnyJob, shares: Sequence[Share]) -> Share | None:
-        """Return a share for the job; None if too little is free. `shares` are those in use."""
+        """Return a share for the job; None if too little is free. `shares` are the used shares."""
         if self.explain_lack(job, shares):
             return None
         cpus = self._count_cpus(job)
@@ -156,7 +158,7 @@ class Machine:
 
     def _count_cpus(self, job: AnyJob) -> int:
         requested_cpus = job.resources.cpus or min(self.cpus_per_job, self.all_cpus)
-        # A process needs at least one, as far as there are some.
+        # Each process gets at least one thread, unless the server has fewer threads.
         return max(requested_cpus, min(job.processes, self.all_cpus))
 
     def gpus_of_job(self, job: AnyJob) -> int:
@@ -168,7 +170,7 @@ class Machine:
 
 
 ONE_JOB = Machine()
-# The number of CPU threads of a cluster, which does its own counting.
+# The number of CPU threads of a cluster. The cluster counts its threads itself.
 UNCOUNTED = sys.maxsize
 
 
@@ -179,8 +181,8 @@ def _format_count(count: int, noun: str) -> str:
 def visible_gpus(count: int) -> tuple[str, ...]:
     """Return the names of the first `count` GPUs that this process may use.
 
-    Raises InvalidInput if $CUDA_VISIBLE_DEVICES lists fewer. Without that variable the names are
-    0 to count - 1, and their existence is not checked.
+    Raises InvalidInput if $CUDA_VISIBLE_DEVICES lists fewer GPUs. Without that variable the names
+    are 0 to count - 1, and the existence of these GPUs is not checked.
     """
     visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = (

@@ -53,7 +53,7 @@ class TrainerOrder:
 def attempt_name(run: RunDirectory, attempt: int) -> str:
     """Return the name of an attempt on a cluster.
 
-    It has a hash of the run directory: two servers on a cluster may use the same job id.
+    The name has a hash of the run directory: two servers on a cluster may use the same job id.
     """
     return f"{run.path.name}-{sha256(bytes(run.path)).hexdigest()[:8]}-{attempt}"
 

@@ -20,7 +20,7 @@ _ALLOWED = frozenset(
     | {"AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_CA_BUNDLE"}
     | {"AWS_ENDPOINT_URL_S3", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"}
     | {"GOOGLE_APPLICATION_CREDENTIALS", "CLOUD_STORAGE_EMULATOR_ENDPOINT"}
-    # No tokens: an attempt gets its own, see attempt_tokens.py.
+    # Tokens are missing here: an attempt gets its own tokens, see `attempt_tokens`.
     | _FILES
 )
 _ALLOWED_PREFIXES = (
@@ -67,9 +67,9 @@ def threads_of(share: Share, processes: int) -> int:
 def attempt_tokens(job_id: str, attempt: int) -> dict[str, str]:
     """Return $DISTILL_TEACHER_TOKEN and $DISTILL_ROLLOUTS_TOKEN of one attempt.
 
-    A token that the server does not have is left out. Each is scoped to the attempt and derived
-    from the server's own at each start, so a token that is replaced in the server's file takes
-    effect with the next attempt. Raises InvalidInput if a file cannot be read.
+    A token that the server does not have is left out. Each token is valid for the attempt only, and
+    is derived from the server's own token at each start, so a token that is replaced in the
+    server's file takes effect with the next attempt. Raises InvalidInput if a file cannot be read.
     """
     parents = {name: token_of(name) for name in (TEACHER_TOKEN, ROLLOUTS_TOKEN)}
     return {

@@ -1,7 +1,7 @@
 """The directory of a teacher that the server runs: its record, its command line and its log.
 
 .teachers/KEY/teacher.json       model and options, newest attempt, port, GPUs
-              tokens             the token that it accepts, if the server has one for teachers
+              tokens             the token that the teacher accepts, if the server has such a token
               logs/attempt-N/    rank-0.log, and the files of the attempt's shim
 """
 
@@ -25,7 +25,8 @@ from clients.runs.launch import PROGRESS, teacher_command
 from protos.rpc.channel import TEACHER_TOKEN, token_of
 
 _NAME = ".teachers"
-# The keys of a job that determine how its teacher is started; jobs with equal values share one.
+# The keys of a job that determine how its teacher is started. Jobs with equal values share a
+# teacher.
 OPTIONS = frozenset(
     {"model", "engine", "dtype", "device", "max_batch_tokens", "batch_invariant", "gpus"}
 )
@@ -38,7 +39,7 @@ _LINE_CHARS = 500
 
 @dataclass(frozen=True)
 class Record:
-    """The content of teacher.json. `port` is that of the newest attempt, 0 before it listens."""
+    """The content of teacher.json. `port` is the newest attempt's port, 0 before it listens."""
 
     teacher: Mapping[str, str | int | bool | None]
     attempt: int

@@ -29,7 +29,7 @@ _TROUBLE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class TeacherReady:
-    """The job can start. `key` and `address` are its teacher's; "" if the server runs none."""
+    """The job can start. `key` and `address` of its teacher are "" if the server runs none."""
 
     key: str = ""
     address: str = ""
@@ -39,8 +39,8 @@ class TeacherReady:
 class TeacherAwaited:
     """The job waits for its teacher and does not block the queue.
 
-    `phase` is the job's new phase; "" keeps the old one. `reserved` is its share of the machine,
-    reserved while the teacher loads.
+    `phase` is the job's new phase; "" keeps the old phase. `reserved` is the job's share of the
+    machine, reserved while the teacher loads.
     """
 
     phase: str = ""
@@ -56,7 +56,7 @@ class NoRoomForTeacher:
 
 @dataclass(frozen=True)
 class _IdentifiedTeacher:
-    """The key and options of one attempt's teacher, or the `problem` why it has none."""
+    """The key and options of one attempt's teacher, or the `problem` if they are not known."""
 
     key: str = ""
     config: TeacherLink | None = None
@@ -79,7 +79,7 @@ class TeacherNeeds:
         self._runs = runs
         self._files = files
         self._wake = wake
-        # By job and attempt: the files of a model may change between two attempts.
+        # The key is the job and the attempt: a model's files may change between two attempts.
         self._identified: dict[tuple[str, int], _IdentifiedTeacher] = {}
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._requested_attempts: set[tuple[str, int]] = set()

@@ -1,7 +1,7 @@
 """Starts, shares, restarts and stops the teachers that a server runs.
 
-The processes outlive the server, each under a shim like a trainer; the next server finds them by
-their directories (`home.py`) and follows them.
+Each teacher runs under a shim, as a trainer does, and outlives the server. The next server finds
+the teachers by their directories (`home.py`) and follows them.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class TeacherProcess:
 
     - address: "" until the teacher listens; until then, `stage` is the stage of the start.
     - since: Unix time of the last start or stop.
-    - deaths: number of ends since the teacher last listened; `rests_until` is the monotonic time of
-      the next start.
+    - deaths: how often the process has ended since the teacher last listened; `rests_until` is the
+      monotonic time of the next start.
     - used_at: monotonic time of the last use by a running or waiting job.
     - trouble: reason of the last end.
     - failure: reason why the server does not restart the teacher; `is_failure_reported` is True if
       a job has FAILED with this reason.
-    - is_inherited: True if an earlier server started the teacher, before the first poll.
+    - is_inherited: True if an earlier server started the teacher and this server has not polled it.
     - task: the current call for this teacher.
     """
 
@@ -91,12 +91,18 @@ class TeacherProcess:
         since = format_clock(self.since)
         match self.state:
             case "STOPPING":
-                return f"WAITING teacher.model: the teacher stops since {since}, then starts again"
+                return (
+                    f"WAITING teacher.model: the teacher has been stopping since {since};"
+                    " the server will start it again"
+                )
             case "RESTING":
                 return f"WAITING teacher.model: {self.trouble}; the server starts the teacher again"
         last_trouble = f" ({self.trouble})" if self.trouble else ""
         stage = f", {self.stage}" if self.stage else ""
-        return f"WAITING teacher.model: the teacher loads since {since}{last_trouble}{stage}"
+        return (
+            "WAITING teacher.model: the teacher has been loading since"
+            f" {since}{last_trouble}{stage}"
+        )
 
 
 class StartedTeachers:
@@ -175,7 +181,7 @@ class StartedTeachers:
         """
         running_count = sum(not teacher.failure for teacher in self._teachers.values())
         if running_count >= self._machine.slots:
-            raise LookupError(f"the end of another teacher; {running_count} run")
+            raise LookupError(f"another teacher must end first; {running_count} teachers run")
         gpus = self._machine.gpus_for(config, shares)
         options = config.model_dump(include=set(homes.OPTIONS))
         teacher = TeacherProcess(
@@ -189,7 +195,7 @@ class StartedTeachers:
         return teacher
 
     def list_idle(self, needed: Iterable[str]) -> list[TeacherProcess]:
-        """Return the running teachers that no active job uses and that are not `needed`."""
+        """Return the running teachers that no active job uses and whose keys are not `needed`."""
         used_keys = {*self._users, *needed}
         return [
             teacher
@@ -221,7 +227,7 @@ class StartedTeachers:
                 teacher.rests_until = time.monotonic() + _TROUBLE_SECONDS
             finally:
                 teacher.task = None
-                # Only after a change: the scheduler polls again at once when it is woken.
+                # Do not wake the scheduler without a change: it would poll again at once, forever.
                 if observable_state() != previous_state:
                     self._wake()
 
@@ -292,7 +298,7 @@ class StartedTeachers:
             teacher, cause if has_listened or (code or 0) < 0 else f"{cause}: {complaint}"
         )
         if not has_listened and has_moved:
-            # Another program may have taken its port.
+            # Another program may have taken the teacher's port.
             teacher.record = replace(teacher.record, port=0)
         elif not has_listened and (code == ExitCode.USAGE or teacher.deaths > self._policy.retries):
             teacher.failure = f"teacher.model: the teacher cannot be started: {complaint}"
@@ -311,7 +317,7 @@ class StartedTeachers:
         """Start the next attempt of a teacher."""
         await self._files.start(partial(self._start_process, teacher))
         teacher.is_running, teacher.since, teacher.is_inherited = True, time.time(), False
-        if teacher.is_stopping:  # it was stopped during the start
+        if teacher.is_stopping:  # the teacher was stopped during the start
             self.stop(teacher)
 
     def _start_process(self, teacher: TeacherProcess) -> None:

@@ -1,9 +1,9 @@
 """Identifies and signals processes that outlive the server. Linux only.
 
 A pid is reused, so boot id, pid and start time together identify a process. The processes of one
-attempt carry a mark in their environment. Children inherit it, even if they change their process
-group or session. A process can overwrite its environment (setproctitle does), so the shim also
-follows the descendants of its trainer.
+attempt carry a mark in their environment. Child processes inherit the mark, even if they change
+their process group or session. A process can overwrite its environment (setproctitle does), so the
+shim also follows the descendants of its trainer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def boot_id() -> str:
 
 
 def identity_of(pid: int) -> Identity | None:
-    """Return the identity of the process with this pid; None if there is none or it is a zombie."""
+    """Return the identity of the process with this pid; None for a zombie or an unused pid."""
     fields = _read_stat(pid)
     return None if fields is None else Identity(boot_id(), pid, int(fields[19]))
 
@@ -45,7 +45,7 @@ def identity_of(pid: int) -> Identity | None:
 def consumption(process: Identity) -> tuple[float, int] | None:
     """Return the CPU seconds and the resident bytes of a process; None if it is gone.
 
-    The CPU seconds include those of its ended children.
+    The CPU seconds include the CPU seconds of its ended children.
     """
     fields = _read_stat(process.pid)
     if fields is None or int(fields[19]) != process.start_time:
@@ -57,8 +57,8 @@ def consumption(process: Identity) -> tuple[float, int] | None:
 def send_signal(process: Identity, signum: int) -> bool:
     """Send a signal to exactly this process.
 
-    Returns False if the process is gone, even if another one has its pid now, or if it belongs to
-    another user.
+    Returns False if the process is gone, even if another process has its pid now, or if the process
+    belongs to another user.
     """
     try:
         handle = os.pidfd_open(process.pid)
@@ -115,7 +115,7 @@ def kill_family(
     """Send SIGKILL to all processes of an attempt, repeatedly, until none is alive.
 
     The processes are those of `family(mark, known_processes)` and the descendants of the process
-    `under`. Returns False if some are still alive after `patience_seconds`. Processes that this
+    `under`. Returns False if a process is still alive after `patience_seconds`. Processes that this
     user may not kill are ignored.
     """
     known_processes, unkillable = set(known_processes), set[Identity]()
@@ -167,7 +167,8 @@ def _collect_descendants(roots: Iterable[int], parents: Mapping[int, int]) -> se
 def _read_stat(pid: int) -> list[str] | None:
     """Return the fields of /proc/PID/stat from the state on.
 
-    None for a zombie, and if there is no process or this user may not read it (hidepid).
+    Returns None for a zombie, for an unused pid, and for a process that this user may not read
+    (hidepid).
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
@@ -179,8 +180,9 @@ def _read_stat(pid: int) -> list[str] | None:
     return None if fields[0] in "ZX" else fields
 
 
-# The shim and the server share the following functions. They do not import clients.runs.directory,
-# and with it pydantic: a shim must start in milliseconds and use little memory.
+# The shim and the server share the following functions. The functions do not use
+# clients.runs.directory, which imports pydantic: a shim must start in milliseconds and use little
+# memory.
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -207,7 +209,7 @@ def claim(directory: Path) -> bool:
     """Claim an attempt by creating a file in its directory; True for the first caller only.
 
     A shim claims its attempt before it starts the trainer. A server that finds no shim claims the
-    attempt before it declares it lost. So a shim that starts late never starts a second trainer.
+    attempt before it declares the attempt lost. So a shim that starts late starts no trainer.
     """
     try:
         os.close(os.open(directory / "claim", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))

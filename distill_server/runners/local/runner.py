@@ -47,14 +47,14 @@ _START_SECONDS = 30.0
 class LocalRunner:
     """Runs trainers as processes of this machine. One instance per server.
 
-    Thread-safe as long as the calls for one run directory do not overlap, except `stop`.
+    Thread-safe, if calls for the same run directory do not overlap. Only `stop` may overlap others.
     """
 
     def __init__(self, *, command: CommandFactory = trainer_command) -> None:
         self._command = command
         # Shims that this server started. They must be waited for, or they stay zombies.
         self._children: dict[Path, subprocess.Popen[bytes]] = {}
-        self._lock = threading.Lock()  # of the dictionary of children
+        self._lock = threading.Lock()  # guards `_children`
         # A cache, so that `stop` works while the run directory does not answer.
         self._cards: dict[Path, Card] = {}
         self._started_directories: set[Path] = set()
@@ -92,7 +92,7 @@ class LocalRunner:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                # A session of its own: Ctrl-C in the server's terminal must not reach the trainers.
+                # In a new session, so that Ctrl-C in the server's terminal does not end trainers.
                 start_new_session=True,
             )
         with self._lock:

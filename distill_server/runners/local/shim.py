@@ -92,7 +92,7 @@ def supervise(
         code = _follow_trainer(child, mark, directory, grace_seconds, is_owned=is_owned)
     finally:
         # Ranks and workers that still run would keep memory, ports and the run directory's lock.
-        with contextlib.suppress(OSError):  # whatever happens, the exit code is written
+        with contextlib.suppress(OSError):  # write the exit code even if the kill fails
             kill_family(mark, under=os.getpid())
         delete_abandoned()
     _write_exit(directory, code)
@@ -143,7 +143,7 @@ def _follow_trainer(
 ) -> int:
     """Wait for the trainer's end and return its exit code; -N means that signal N killed it.
 
-    `is_owned`: also kill the trainer when the other end of stdin is closed.
+    With `is_owned`, also kill the trainer when the other end of stdin is closed.
     """
     kill_at, is_unwanted, is_terminated = float("inf"), False, False
     listed_processes: list[Identity] = []
@@ -168,7 +168,7 @@ def _follow_trainer(
             is_terminated = True
             _signal_group(child, signal.SIGTERM)
             kill_at = time.monotonic() + grace_seconds()
-        # Kill one round later: a trainer that finds the fence itself then logs the reason.
+        # Kill in the next round, so that a trainer that sees the fence itself can log the reason.
         was_unwanted, is_unwanted = is_unwanted, is_fenced() or (is_owned and _is_hung_up())
         must_kill = signum == signal.SIGQUIT or time.monotonic() >= kill_at or was_unwanted
         if exit_state or must_kill:
@@ -191,7 +191,7 @@ def _write_processes(directory: Path, previous: list[Identity]) -> list[Identity
 
 
 def _reap_orphans(trainer: int) -> None:
-    """Wait for the ended children of this process, up to the trainer if it has ended."""
+    """Collect the exit states of ended children; stop at the trainer if it has ended."""
     while child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
         if child.si_pid == trainer:
             return
@@ -204,7 +204,7 @@ def _is_hung_up() -> bool:
 
 
 def _signal_group(leader: int, signum: int) -> None:
-    # A trainer can leave its group, which then does not exist. kill_family finds its processes.
+    # If the trainer has left its group, the group does not exist. `kill_family` finds the trainer.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signum)
 

@@ -93,7 +93,7 @@ class LivingShims:
 
 
 def attempts_before(directory: Path) -> list[Path]:
-    """Return the log directories of the attempts before the one with log directory `directory`."""
+    """Return the log directories of the attempts before the attempt that logs to `directory`."""
     number = _attempt_number(directory)
     return [path for path in directory.parent.glob("attempt-*") if _attempt_number(path) < number]
 

@@ -19,9 +19,10 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as nvidia-smi reports it, all processes together.
+    """The use of one GPU by all processes together, as nvidia-smi reports it.
 
-    `busy` is a share from 0 to 1, memory is in bytes; None: nvidia-smi does not report the value.
+    `busy` is a share from 0 to 1, memory is in bytes. None means that nvidia-smi does not report
+    the value.
     """
 
     index: int
@@ -36,9 +37,9 @@ class Gpu:
 class Usage:
     """The resources that the processes of an attempt use.
 
-    `cpu_seconds` is the CPU time since their start, their ended children included. `memory_bytes`
-    is resident memory, where pages that processes share count for each. `cpus` and
-    `machine_memory` are those of the machine, in CPU threads and bytes.
+    `cpu_seconds` is the CPU time since their start, including ended child processes.
+    `memory_bytes` is resident memory; a page that two processes share is counted twice. `cpus` and
+    `machine_memory` are the CPU threads of the machine and its memory in bytes.
     """
 
     processes: int
@@ -52,7 +53,7 @@ class Usage:
 def usage_of(directory: Path) -> Usage | None:
     """Return the usage of the attempt with this log directory.
 
-    None if its processes are not on this machine, or if it has none.
+    Returns None if the attempt has no processes on this machine.
     """
     card = card_of(directory)
     if card is None or card.shim.boot_id != boot_id():

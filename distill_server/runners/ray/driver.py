@@ -4,8 +4,8 @@
 
 The driver requests resources for every process, and for every rollout service of the job, on as
 few nodes as possible (placement strategy PACK), runs them there and writes exit.json at the end.
-If one process fails, all are stopped; a rollout service that fails is started again. If the driver
-ends for any reason, all of them end too.
+If a trainer process fails, all processes are stopped; a rollout service that fails is started
+again. If the driver ends for any reason, all processes and services end too.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class RayDriver:
         return True
 
     def _is_placed(self, group: Any, bundles: Sequence[Mapping[str, float]]) -> bool:
-        """Wait a moment for places; if there are none, write to waiting.json what is lacking."""
+        """Wait a moment for places; if there are none, write what is missing to waiting.json."""
         waiting_file = self._directory / "waiting.json"
         if group.wait(_LOOK_SECONDS):
             with suppress(OSError):
@@ -139,7 +139,7 @@ class RayDriver:
         return False
 
     def _start_ranks(self, group: Any) -> dict[Any, int] | None:
-        """Start all processes; return their ranks by the Ray object of their exit code.
+        """Start all processes; return each rank by the Ray reference to its exit code.
 
         Processes on the same node get consecutive ranks. Returns None if the attempt is to stop
         before its rollout services have their places.

@@ -121,7 +121,7 @@ class Engines:
         """Write the list for the first time, and start the services.
 
         `trainer_nodes` are the nodes of the trainer's processes. Returns False as long as a service
-        has no place, because the way of the weights depends on its node.
+        has no place, because the node of a service determines how it gets weights.
         """
         for engine in self._engines:
             engine.place = engine.place or self._find_place(engine)
@@ -187,7 +187,7 @@ class Engines:
         host = self._listen_host(place)
         listen = ["--host", host, "--port", str(place.port), "--threads", str(self._process.cpus)]
         if host != _LOOPBACK:
-            listen.append("--insecure")  # with a token, but without TLS, as Ray's own connections
+            listen.append("--insecure")  # a token but no TLS: Ray's own connections have none
         environment = {
             name: setting
             for name, setting in self._process.environment.items()

@@ -15,7 +15,7 @@ from protos.rpc.transport import is_loopback
 
 _TIMEOUT_SECONDS = 10.0
 _SHOWN_CHARS = 150
-# From SIGTERM to SIGKILL for a driver. Longer than the grace that the driver gives its trainers.
+# The seconds from SIGTERM to SIGKILL for a driver: more than the driver gives its trainers.
 _STOP_SECONDS = "20"
 
 _T = TypeVar("_T")
@@ -46,8 +46,8 @@ class RayJobs:
     """Submits, stops and inspects the jobs of the cluster with dashboard `address` (a URL).
 
     The constructor raises InvalidInput if Ray is not installed or the address is not a URL. All
-    methods raise Unavailable if the cluster does not answer, WrongState if it refuses the call. Use
-    one instance from one thread.
+    methods raise Unavailable if the cluster does not answer, WrongState if the cluster refuses the
+    call. Use one instance from one thread.
     """
 
     def __init__(self, address: str) -> None:
@@ -79,7 +79,7 @@ class RayJobs:
                 raise
 
     def stop(self, name: str) -> None:
-        """Send SIGTERM to the job's driver; no effect if there is no such job or it has ended."""
+        """Send SIGTERM to the job's driver; no effect if the job does not exist or has ended."""
         try:
             self._call_cluster(lambda client: client.stop_job(name))
         except WrongState as error:
@@ -87,7 +87,7 @@ class RayJobs:
                 raise
 
     def get_state(self, name: str) -> RayJobState:
-        """Return the state of a job: Present, or Absent if the cluster does not know it."""
+        """Return the state of a job; UnknownRayJob if the cluster does not know the job."""
         try:
             job_info = self._call_cluster(lambda client: client.get_job_info(name))
         except WrongState as error:
@@ -142,7 +142,7 @@ def _client_class() -> Callable[[str], Any]:
 
 
 def _parse_host(address: str) -> str:
-    """Return the host of an HTTP URL, or "" if the address is not one."""
+    """Return the host of an HTTP URL; "" if the address is not an HTTP URL."""
     try:
         parts = urlsplit(address)
     except ValueError:  # for example an unbalanced bracket
@@ -151,7 +151,7 @@ def _parse_host(address: str) -> str:
 
 
 def summarize_error(error: Exception) -> str:
-    """Return the informative line of an error: the last one of a traceback, else the first one."""
+    """Return one line of an error: the last line of a traceback, otherwise the first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip().strip(".")]
     if not lines:
         return type(error).__name__

@@ -23,7 +23,7 @@ class ActorPlace:
 def shortage(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> str:
     """Return what processes without a place wait for: a larger node, or free resources.
 
-    `bundles` are the CPUs and GPUs of each process, `nodes` those of each live node.
+    `bundles` are the CPUs and GPUs of each process, `nodes` the CPUs and GPUs of each live node.
     """
     counts = Counter(
         tuple((name, amount) for name, amount in bundle.items() if amount) for bundle in bundles

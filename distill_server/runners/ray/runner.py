@@ -28,7 +28,7 @@ from distill_server.runners.ray.jobs import KnownRayJob, RayJobState, UnknownRay
 
 log = logging.getLogger(__name__)
 
-# Between two polls of all followed jobs.
+# The pause between two polls of all followed jobs.
 _PAUSE_SECONDS = 0.5
 
 
@@ -135,7 +135,8 @@ def _engine_fields(config: AnyJob, share: Share, processes: int) -> dict[str, An
     rollouts, student = config.rollout_engine, config.trained_student
     if student is None or rollouts is None or not rollouts.gpus:
         return {"gpus": -(-gpus // processes)}
-    # Without --gpus, or with resources.gpus = 0, the cluster counts only CPUs, as for the trainer.
+    # Without --gpus, or with resources.gpus = 0, the cluster counts only CPUs for the services, as
+    # it does for the trainer.
     trainer_gpus = max(0, gpus - rollouts.gpus)
     return {
         "gpus": -(-trainer_gpus // processes),
@@ -159,10 +160,10 @@ def _resolve_outcome(
         return Lost(blameless=isinstance(job, UnknownRayJob))  # the directory was removed by hand
     # Claim the attempt, so that a driver that starts late does nothing.
     is_unclaimed = claim(directory)
-    (directory / "order.json").unlink(missing_ok=True)  # it has secrets and is no longer needed
+    (directory / "order.json").unlink(missing_ok=True)  # the file contains secrets
     match job:
         case UnknownRayJob():
-            return Lost(blameless=True)  # a new cluster, or the job was never submitted
+            return Lost(blameless=True)  # the cluster is new, or the job was never submitted
         case KnownRayJob(code=code, message=message):
             with run.log_file(attempt).open("a") as log:
                 log.write(f"Ray: {message}\n")

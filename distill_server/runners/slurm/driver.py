@@ -79,7 +79,7 @@ class SlurmDriver:
                     self._run.write_status(Status(self._order.attempt, "cancelled"))
                 return 0
         self._wait_for_ranks(self._start_srun())
-        remaining_shims = LivingShims([self._directory])  # a shim of a lost node
+        remaining_shims = LivingShims([self._directory])  # on lost nodes, shims may still run
         while not remaining_shims.are_gone():
             pass
         return self._find_first_failure()
@@ -88,7 +88,7 @@ class SlurmDriver:
         self.is_terminated = True
 
     def _start_srun(self) -> int:
-        """Start srun outside of this process tree; return a pipe whose end of file is srun's end.
+        """Start srun outside of this process tree; return a pipe that srun's end closes.
 
         srun kills its ranks when it gets SIGTERM, and some process trackers of Slurm send SIGTERM
         to all descendants of the batch script. The ranks get SIGTERM from the slurmd of their node.
@@ -118,7 +118,7 @@ class SlurmDriver:
         return read_end
 
     def _wait_for_ranks(self, pipe: int) -> None:
-        """Wait for the end of srun or of all ranks; srun outlives them if Slurm does not answer."""
+        """Wait for the end of srun, or of all ranks: srun may outlive them if Slurm is silent."""
         ranks = [self._directory / f"rank-{rank}" for rank in range(self._order.processes)]
         while not select.select([pipe], [], [], _LOOK_SECONDS)[0]:
             if all((rank / "exit.json").exists() for rank in ranks):

@@ -82,7 +82,7 @@ class SlurmJobs:
     def submit(self, name: str, entrypoint: str) -> None:
         """Submit the batch script `entrypoint`; no effect if Slurm already lists the name.
 
-        The name is that in the script.
+        `name` is the job's name in the script.
         """
         # An earlier call may have been accepted although its answer was lost.
         if isinstance(self.get_state(name), ListedJob):
@@ -141,7 +141,7 @@ def _list_jobs(names: Iterable[str]) -> dict[str, ListedJob]:
 
 
 def _order_key(job: ListedJob) -> int:
-    """Return the sort key of jobs with one name: running, waiting, stopped, then without effect."""
+    """Return the sort key of jobs with one name: 3 running, 2 pending, 1 failed, 0 completed."""
     if job.is_ended:
         return int(job.state != "COMPLETED")
     return 2 if job.state == "PENDING" else 3

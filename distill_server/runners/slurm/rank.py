@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def rank_variables(slurm: Mapping[str, str], port: str) -> dict[str, str]:
-    """Return RANK, WORLD_SIZE and so on, from the variables of a step of Slurm.
+    """Return RANK, WORLD_SIZE and so on, from the environment variables of a Slurm step.
 
     Rank 0 is on the node of the driver, where `port` was free.
     """
@@ -73,8 +73,8 @@ def _grace_period(order: TrainerOrder) -> Callable[[], float]:
     control = Path(order.run) / "control.json"
 
     def seconds() -> float:
-        # After a request to stop, the server has already waited for the checkpoint. Without one,
-        # Slurm sent SIGTERM, and Slurm sends SIGKILL after its own time limit.
+        # After a request to stop, the server has already waited for the checkpoint. Without such a
+        # request, Slurm sent SIGTERM, and Slurm sends SIGKILL after its own time limit.
         stop = (read_json(control) or {}).get("stop")
         return KILL_GRACE_SECONDS if stop else float("inf")
 

@@ -80,7 +80,7 @@ class SlurmRunner:
         *,
         command: CommandFactory = trainer_command,
     ) -> None:
-        """`options` are those of sbatch for all jobs. `command` builds the trainer's command."""
+        """`options` are sbatch options for all jobs. `command` builds the trainer's command."""
         self._cluster = cluster
         self._options = options
         self._command = command
@@ -178,7 +178,7 @@ class SlurmRunner:
         self._ended_watches.pop(directory, None)
         self._unlisted_watches.pop(directory, None)
         self._cluster.forget(name)
-        (directory / "order.json").unlink(missing_ok=True)  # it has secrets
+        (directory / "order.json").unlink(missing_ok=True)  # the file contains secrets
         return outcome
 
 

@@ -18,7 +18,7 @@ _TEMPLATE = """\
 exec {driver}
 """
 _OPTION = re.compile(r"[a-z][a-z-]*(=[^\n]*)?")
-# The runner sets these options itself, or cannot find a job that has them.
+# The runner sets some of these options itself. With the others, it would not find its job.
 _RESERVED = frozenset(
     {"job-name", "requeue", "no-requeue", "export", "export-file", "output", "error", "open-mode"}
     | {"chdir", "ntasks", "cpus-per-task", "gpus-per-task", "array", "wrap", "wait", "clusters"}
@@ -28,7 +28,7 @@ _RESERVED = frozenset(
 def check_options(options: Sequence[str]) -> tuple[str, ...]:
     """Return the options of sbatch that a user has added, as NAME=VALUE or NAME.
 
-    Raises InvalidInput if one is not of this form, or is set by the server.
+    Raises InvalidInput if an option does not have this form, or is set by the server.
     """
     for option in options:
         name = option.partition("=")[0]
@@ -56,8 +56,8 @@ def check_options(options: Sequence[str]) -> tuple[str, ...]:
 def job_script(name: str, order_file: Path, order: TrainerOrder, options: Sequence[str]) -> str:
     """Return the script that runs the driver of an attempt with its resources.
 
-    The environment of the server is not exported: the order has that of the trainer. Slurm and the
-    driver print to slurm.log, in the directory of the order.
+    The environment of the server is not exported, because the order contains the environment of the
+    trainer. Slurm and the driver print to slurm.log, in the directory of the order.
     """
     log_pattern = str(order_file.with_name("slurm.log")).replace("%", "%%")
     server_options = [

@@ -57,7 +57,8 @@ def test_two_jobs_share_one_and_it_goes_after_the_last(
         jobs = [client.submit(make_taught_job(f"{n} pause=0.3")) for n in "ab"]
         phases = {event.phase for job in jobs for event in job.watch() if event.phase}
         assert any(
-            phase.startswith("WAITING teacher.model: the teacher loads since") for phase in phases
+            phase.startswith("WAITING teacher.model: the teacher has been loading since")
+            for phase in phases
         )
         addresses = [
             json.loads((server.runs / job.id / "teacher.json").read_text()) for job in jobs
@@ -245,7 +246,7 @@ def test_machines_without_teachers_or_room() -> None:
     machine = Machine(slots=2, gpus=("0", "1"))
     machine.require_room(job)
     assert machine.gpus_for(job.teacher, [Share(0, ("0",))]) == ("1",)
-    with pytest.raises(LookupError, match="1 GPU; 0 are free"):
+    with pytest.raises(LookupError, match="the teacher needs 1 GPU; 0 are free"):
         machine.gpus_for(job.teacher, [Share(0, ("0", "1"))])
     assert Machine().gpus_for(job.teacher, []) is None
 

@@ -212,6 +212,6 @@ def test_the_phase_of_a_job_that_waits_for_it(loading: GatedTeacher, tmp_path: P
     eventually(lambda: "%" in read_stage(loading.log))
     teacher.stage = read_stage(loading.log)
     phase_pattern = (
-        r"WAITING teacher\.model: the teacher loads since .*, reading its weights: \d\d%"
+        r"WAITING teacher\.model: the teacher has been loading since .*, reading its weights: \d\d%"
     )
     assert re.fullmatch(phase_pattern, teacher.phase())
