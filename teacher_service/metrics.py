@@ -42,12 +42,12 @@ class TeacherMetrics:
         )
         self._batch_fill = Histogram(
             _PREFIX + "batch_fill_ratio",
-            "Tokens of a batch, without padding, divided by --max-batch-tokens; vLLM: in flight.",
+            "Tokens of a batch without padding (vLLM: in flight), divided by --max-batch-tokens.",
             buckets=_FILL_BUCKETS,
             registry=registry,
         )
         self._forward_seconds = seconds(
-            "forward_seconds", "Time in the model of a batch; vLLM: a query."
+            "forward_seconds", "Time of a batch in the model (vLLM: of a query)."
         )
         self._first_chunk_seconds = seconds(
             "first_chunk_seconds", "Time from a request to its first rows."

@@ -49,7 +49,7 @@ GRACE_SECONDS = 30.0
 class VllmEngineSettings:
     """Options of the vllm engine: the number of GPUs, and the share of their memory in (0, 1].
 
-    `options`: further ones, NAME=VALUE each.
+    `options` are further options of vLLM, each NAME=VALUE.
     """
 
     tensor_parallel_size: int
@@ -73,7 +73,7 @@ class EndpointSettings:
 class ScoringEngineSettings:
     """The engine and its model; the command-line options of the same names explain each field.
 
-    `adapters`: NAME=DIR each. `device_map`: "auto", or "" for a model on one device.
+    Each of `adapters` is NAME=DIR. `device_map` is "auto", or "" for a model on one device.
     """
 
     name: str
@@ -94,7 +94,7 @@ class TeacherSettings:
     """The settings of `distill-teacher`.
 
     With `cache` None, no rows are kept. `metrics` is the (host, port) of the metrics page.
-    `http` None: the teacher answers gRPC only.
+    With `http` None, the teacher answers only gRPC calls.
     """
 
     engine: ScoringEngineSettings
@@ -107,15 +107,15 @@ class TeacherSettings:
 def run(settings: TeacherSettings) -> None:
     """Load the engine and serve until SIGTERM or SIGINT.
 
-    Binds the port before loading the engine: early calls get the progress. A signal during loading
-    ends this process at once, with exit code 0, or 130 for SIGINT. Raises SystemExit with code 1 if
-    the engine fails every query; see Dispatcher. Raises InvalidInput if the settings are invalid,
-    and WrongState if the self-test of the engine fails.
+    Binds the port before loading the engine, so that calls during loading get the progress. A
+    signal during loading ends this process at once, with exit code 0, or 130 for SIGINT. Raises
+    SystemExit with code 1 if the engine fails every query; see Dispatcher. Raises InvalidInput if
+    the settings are invalid, and WrongState if the self-test of the engine fails.
     """
     redis = open_redis(settings.cache) if settings.cache else None
     metrics = TeacherMetrics()
     page = MetricsPage(metrics.registry)
-    metrics.add_gauge("ready", "1 while it answers requests, 0 while it loads.", lambda: page.ready)
+    metrics.add_gauge("ready", "1 if the teacher is ready, 0 while it loads.", lambda: page.ready)
     with metrics_page(page, settings.metrics):
         # Check before loading, which takes minutes, and after the page has bound its port.
         settings.endpoint.require_usable()
@@ -127,9 +127,9 @@ def run(settings: TeacherSettings) -> None:
 def make_engine(
     settings: ScoringEngineSettings, progress: LoadProgress | None = None
 ) -> ScoringEngine:
-    """Load the engine `settings.name`. `progress` follows the load.
+    """Load the engine `settings.name`, and report the stages of the load to `progress`.
 
-    Raises InvalidInput if the engine is unknown, lacks one of the options that are set, or cannot
+    Raises InvalidInput if the engine is unknown, does not have one of the given options, or cannot
     load the model.
     """
     _require_known_options(settings)
@@ -216,7 +216,7 @@ def _require_known_options(settings: ScoringEngineSettings) -> None:
 
 
 def _require_divisible(settings: ScoringEngineSettings) -> None:
-    """Raise InvalidInput if the settings do not go with a model that is divided over devices."""
+    """Raise InvalidInput if a setting cannot be used for a model that is divided over devices."""
     problem = ""
     if settings.device_map != AUTO:
         problem, hint = f"unknown device map {settings.device_map!r}", f"use {AUTO}"
@@ -276,7 +276,7 @@ class _Program:
                 stop=self._stop,
             )
         if self._dispatcher is None:
-            # The loading thread cannot be stopped in another way, and may hold a device.
+            # The loading thread may hold a device, and only the end of the process stops it.
             logging.shutdown()
             os._exit(ExitCode.INTERRUPTED if stop_signal is signal.SIGINT else ExitCode.OK)
         if self._dispatcher.broken:

@@ -26,7 +26,7 @@ MAX_WAITING_BYTES = 256 << 20
 
 
 class DiskTier:
-    """Collects entries and writes them as shards of 64 MiB, or once a minute if that is sooner.
+    """Collects entries and writes them as a shard at 64 MiB, or after a minute if that is sooner.
 
     Each teacher fingerprint has a directory of its own under `root`. Above `max_bytes` the tier
     removes the rows of other teachers first, then its own oldest shards. If the disk fails, the
@@ -113,7 +113,7 @@ class DiskTier:
             except OSError as error:
                 self.counts.errors += 1
                 if not self._is_failing:
-                    log.error("cache: %s; rows are not stored on disk until it works", error)
+                    log.error("cache: %s; rows are not stored until the disk works", error)
                 self._is_failing = True
 
     def _trim(self) -> None:

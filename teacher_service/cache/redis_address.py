@@ -19,7 +19,8 @@ from redis.exceptions import (
 from protos.errors import InvalidInput
 
 TIMEOUT_SECONDS = 0.2
-# redis-py would wait five seconds and try ten times. Protocol 2 needs no more access rights.
+# By default, redis-py waits five seconds and tries ten times. Protocol 2 needs no further access
+# rights.
 OPTIONS: dict[str, Any] = {
     "socket_timeout": TIMEOUT_SECONDS,
     "socket_connect_timeout": TIMEOUT_SECONDS,
@@ -102,7 +103,8 @@ def check_access(address: RedisAddress) -> None:
 def _make_connection(address: RedisAddress) -> Any:
     try:
         pool = redis.ConnectionPool.from_url(address.url, password=address.password, **OPTIONS)
-        # Not from the pool: it mistakes bytes that TLS sends by itself for an unread reply.
+        # Do not take a connection of the pool: the pool mistakes bytes that TLS sends by itself for
+        # an unread reply.
         return pool.make_connection()
     except (TypeError, ValueError, RedisError) as error:
         raise _url_error(

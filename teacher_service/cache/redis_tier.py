@@ -63,7 +63,7 @@ def name_of(key: bytes) -> str:
 class Breaker:
     """A circuit breaker. While open, it allows one attempt every `pause` seconds.
 
-    It is closed until `trip` is called, and closed again by `close`. Not thread-safe.
+    The breaker is closed until `trip` is called, and again after `close`. Not thread-safe.
     """
 
     def __init__(self, pause: float) -> None:
@@ -137,8 +137,8 @@ class RedisTier:
     def __init__(self, address: RedisAddress, *, ttl_seconds: int, zstd: bool = False) -> None:
         """Check the access rights on the server. Blocks; each command takes at most 200 ms.
 
-        Raises InvalidInput if the server denies access. If it cannot be reached, a warning is
-        logged, and later lookups try again.
+        Raises InvalidInput if the server denies access. If the server cannot be reached, a warning
+        is logged, and later lookups try again.
         """
         self.counts = TierCounts()
         self._address = address
@@ -162,12 +162,13 @@ class RedisTier:
     async def get(self, key: bytes, max_bytes: int) -> bytes | None:
         """Return the codec bytes of `key`, at most `max_bytes`, within about 200 ms.
 
-        Returns None if there is no value, or the server does not respond or is being skipped.
+        Returns None if there is no value, or if the server does not respond or is skipped.
         Raises Corrupt if the value is damaged or longer than 16 MiB.
         """
         if not self._reachable.allows():
             return None
-        # `put` writes no longer value. `max_bytes` may be more: it is the size of the widest ids.
+        # Stored values never exceed MAX_VALUE_BYTES. `max_bytes` may be larger, because it is
+        # computed for ids of the largest encoded size.
         longest = min(max_bytes + ENVELOPE_BYTES, MAX_VALUE_BYTES)
         lookup = _Lookup(key, longest, asyncio.get_running_loop().create_future())
         self._lookups.append(lookup)
@@ -224,8 +225,8 @@ class RedisTier:
             batch = self._next_lookups()
             pipeline = self._client.pipeline(transaction=False)
             for lookup in batch:
-                # GETRANGE includes its last index: one byte too many reveals a value that is too
-                # long, without a transfer of all of it.
+                # GETRANGE includes its last index, so it returns one byte more than `max_bytes` of
+                # a value that is too long: this shows the error without the whole transfer.
                 pipeline.getrange(name_of(lookup.key), 0, lookup.max_bytes)
             try:
                 async with asyncio.timeout(TIMEOUT_SECONDS):
@@ -233,7 +234,7 @@ class RedisTier:
                 self._record_recovery()
             except (RedisError, OSError, TimeoutError) as error:
                 self._record_failure(error)
-                # The lookups still queued would only wait for the same failure.
+                # The lookups in the queue would only wait for the same failure.
                 batch += self._lookups
                 self._lookups.clear()
                 values = [b""] * len(batch)

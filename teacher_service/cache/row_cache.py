@@ -82,8 +82,8 @@ class RowCache:
     def put(self, key: bytes, query: ScoreQuery, scored: EncodedRows) -> EncodedRows:
         """Store `scored` in every tier, and return the rows that are stored under `key`.
 
-        If another request was first and memory still holds its rows, they are returned and `scored`
-        is not stored.
+        If another request has stored its rows before and memory still holds these rows, they are
+        returned, and `scored` is not stored.
         """
         earlier = self._memory.peek(key)
         if earlier is not None:

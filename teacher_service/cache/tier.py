@@ -13,8 +13,9 @@ from clients.store.store import StoredRows
 class TierCounts:
     """Counters of one tier since the start of the program.
 
-    Every lookup is a hit or a miss. It is also a miss if the entry is corrupt or the tier cannot be
-    reached. `errors` counts failures of the tier itself. `removed` counts evicted sequences.
+    Every lookup is a hit or a miss. A lookup is also a miss if the entry is corrupt or the tier
+    cannot be reached. `errors` counts failures of the tier itself. `removed` counts evicted
+    sequences.
     """
 
     hits: int = 0
@@ -33,7 +34,7 @@ class Tier(Protocol):
     async def get(self, key: bytes, max_bytes: int) -> bytes | None:
         """Return the uncompressed codec bytes of `key`, or None if there is no entry.
 
-        `max_bytes` bounds their number. Raises Corrupt if the entry is not what was stored.
+        There are at most `max_bytes` bytes. Raises Corrupt if the stored entry has changed.
         """
         ...
 

@@ -15,7 +15,7 @@ from teacher_service.capture.teacher import TeacherFacts
 def build_metadata(
     job: CaptureJob, teacher: TeacherFacts, plan: CapturePlan, data_fingerprint: str
 ) -> dict[str, str]:
-    """Return the metadata of the store. `data_fingerprint`: of the job's data set.
+    """Return the metadata of the store. `data_fingerprint` is that of the job's data set.
 
     The result depends only on the job, the teacher and the data, not on the machine, so that the
     metadata of two captures can be compared.
@@ -46,7 +46,7 @@ def build_metadata(
         "empty": plan.empty,
         PART: method.shard,
         SEQUENCES: sum(len(plan.file(number)) for number in files),
-        # A store without images or context has the facts that it had before there were any.
+        # Without images and context, the facts are the same as in versions without these features.
         **({"image_column": data.image_column} if data.image_column else {}),
         **({} if job.teacher.context is None else {"context": json.dumps(job.teacher.context)}),
     }

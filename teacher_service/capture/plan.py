@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from clients.runs.directory import replace_file
 from teacher_service.capture.sequences import CaptureSequence, SequenceReader
 
-_HEADER_BYTES = 64  # of an entry besides its rows, the codec's header included
-# A small capture has as many files, if it has as many sequences: with fewer, a capture that is
-# divided into parts would have parts without work.
+_HEADER_BYTES = 64  # bytes of an entry besides its rows, including the codec's header
+# A capture has at least this many files, if it has this many sequences. With fewer files, some
+# parts of a capture that is divided into parts would have no work.
 _FEWEST_FILES = 16
 _SEQUENCES_BETWEEN_POLLS = 1000
 _FACTS = "plan.json"
@@ -40,10 +40,10 @@ class CapturePlan:
     """All sequences of a capture and their division into files.
 
     Sequence i has the token ids token_ids[offsets[i]:offsets[i + 1]] and is scored from position
-    starts[i] on; its images are in images[image_ends[i]:image_ends[i + 1]], and the prompt that
-    its teacher reads in `prompts`, likewise. File j of the store holds the sequences files[j] to
-    files[j + 1] - 1. The arrays are memory maps of files.
-    `too_long`, `empty`: the numbers of omitted sequences and records; see SequenceReader.
+    starts[i] on; its images are in images[image_ends[i]:image_ends[i + 1]]. `prompts` has the
+    prompts that the teacher reads, divided in the same way. File j of the store holds the sequences
+    files[j] to files[j + 1] - 1. The arrays are memory maps of files. `too_long` and `empty` are
+    the numbers of omitted sequences and records; see SequenceReader.
 
     The plan depends only on the data and the job, not on earlier attempts or on the number of
     machines.
@@ -145,7 +145,7 @@ def make_plan(
             file.flush()
             os.fsync(file.fileno())
     facts = {"key": key, "too_long": sequences.too_long, "empty": sequences.empty}
-    # Written last: a plan without it is not complete.
+    # Write this file last: a plan without this file is not complete.
     replace_file(directory / _FACTS, json.dumps(facts))
     plan = read_plan(directory, key)
     assert plan is not None

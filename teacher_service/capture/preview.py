@@ -1,6 +1,6 @@
 """python -m teacher_service.capture.preview [--records N] < job: `distill preview` of a capture.
 
-The records go through the reader of the capture. It loads a tokenizer, and no model.
+The records go through the reader of the capture. The program loads a tokenizer, and no model.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def preview_of(job: CaptureJob, tokenizer: Any, shown: int = SHOWN) -> Preview:
         surveyed,
         shown=shown,
         ends=dict(zip(ends, token_texts(tokenizer, ends), strict=True)),
-        facts=[("learned tokens", "those that the teacher scores, and a student learns later")],
+        facts=[("learned tokens", "the tokens that the teacher scores and a student learns later")],
         warnings=[warning] * (bool(warning) and not is_text),
         max_left_out=data.max_left_out,
         are_ended=not is_text,

@@ -44,7 +44,7 @@ from teacher_service.capture.tokenizing import load_tokenizer
 
 log = logging.getLogger(__name__)
 
-_PREFLIGHT_SECONDS = 20.0  # of waiting for the storage before other work
+_PREFLIGHT_SECONDS = 20.0  # the time limit for the first answer of the storage
 _PLAN = "plan"  # a directory of the run; resumed attempts read it
 _SECONDS_BETWEEN_POLLS, _SECONDS_BETWEEN_REPORTS = 1.0, 30.0
 
@@ -60,7 +60,7 @@ def capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int
     try:
         return _capture(run, job, progress, attempt)
     except Unavailable:
-        if progress.stop_asked():  # while it waited for an unavailable service
+        if progress.stop_asked():  # the stop came while the job waited for a service
             return "cancelled"
         raise
 
@@ -142,7 +142,7 @@ def _report_idle_part(job: CaptureJob, plan: CapturePlan) -> str:
 
 
 def _check_storage(url: str, stopped: Callable[[], bool]) -> None:
-    """Raise a DistillError if the store's URL cannot be used: before hours of other work."""
+    """Raise a DistillError if the store's URL cannot be used; call this before hours of work."""
     try:
         folder = ObjectFolder(url, patience_seconds=_PREFLIGHT_SECONDS, stopped=stopped)
         folder.require_bucket()
@@ -218,9 +218,9 @@ def _load_or_make_plan(
     directory: Path,
     progress: Progress,
 ) -> CapturePlan:
-    """Return the plan of an earlier attempt, or read the data and make it.
+    """Return the plan of an earlier attempt, or read the data and make a plan.
 
-    `digest`: of the data. Raises CaptureStopped if the job is stopped meanwhile.
+    `digest` is the digest of the data. Raises CaptureStopped if the job is stopped meanwhile.
     """
     row_bytes, file_bytes = query_settings.row_bytes, job.method.shard_bytes
     key = _plan_key(job, tokenizer, [digest, row_bytes, file_bytes])
@@ -268,7 +268,7 @@ def _plan_key(job: CaptureJob, tokenizer: Any, other_facts: Sequence[object]) ->
 
 def _list_tokenizer_facts(tokenizer: Any) -> list[str]:
     """Return texts that change whenever the tokenizer would encode a record differently."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)  # older kinds have none
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # slow tokenizers have no backend
     rules = [backend.to_str()] if backend is not None else tokens_of(tokenizer)
     return [repr(tokenizer), template_text(tokenizer.chat_template) or "", *rules]
 

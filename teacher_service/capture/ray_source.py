@@ -89,7 +89,7 @@ class RaySource:
 class FileScorer:
     """An actor of Ray Data: an engine that scores whole files of the plan.
 
-    It maps a batch of packed files to a table with the columns `rows` (encoded rows of each
+    The actor maps a batch of packed files to a table with the columns `rows` (encoded rows of each
     sequence) and `fault` (an error as JSON, or "").
     """
 
@@ -130,7 +130,7 @@ def _connect_ray() -> Any:
         raise InvalidInput(
             "Ray is not installed", field="method.ray", hint=install_command("ray")
         ) from error
-    # Without an address, Ray starts a cluster here, which other machines must not reach.
+    # Without an address, Ray starts a cluster on this machine. Other machines must not reach it.
     local = {} if os.environ.get("RAY_ADDRESS") else {"_node_ip_address": "127.0.0.1"}
     try:
         ray.init(ignore_reinit_error=True, include_dashboard=None, log_to_driver=False, **local)
@@ -146,7 +146,7 @@ def _connect_ray() -> Any:
 def _compute_shares(config: RayConfig, gpus_per_actor: int, ray: Any) -> tuple[dict[str, int], int]:
     """Return the resources of each actor, and the number of actors.
 
-    `gpus_per_actor`: GPUs of an actor, if the cluster has GPUs.
+    `gpus_per_actor` is the number of GPUs of an actor, if the cluster has GPUs.
     """
     resources = ray.cluster_resources()
     cpus, gpus = math.floor(resources.get("CPU", 0)), math.floor(resources.get("GPU", 0))

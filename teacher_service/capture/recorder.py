@@ -33,7 +33,7 @@ class Recorder:
         step: int,
         phase: str = PHASE,
     ) -> None:
-        """`stored` returns the size of the complete files in bytes."""
+        """`get_stored_bytes` returns the size of the complete files in bytes."""
         self._progress = progress
         self._metrics = metrics
         self._get_stored_bytes = get_stored_bytes
@@ -56,7 +56,7 @@ class Recorder:
             self.write_line()
 
     def write_line(self) -> None:
-        """Write a line of metrics for the rows since the last line; nothing if there are none."""
+        """Write a line of metrics for the rows since the last line; no line without such rows."""
         if not self._rows:
             return
         now = time.monotonic()

@@ -38,7 +38,7 @@ class CaptureSequence:
 
     @property
     def teacher_input(self) -> tuple[NDArray[np.int32], int]:
-        """The token ids that the teacher reads, and the position of the first scored one."""
+        """The token ids that the teacher reads, and the position of the first scored token."""
         prompt = self.teacher_prompt
         if not len(prompt):
             return self.token_ids, self.start
@@ -61,7 +61,7 @@ class SequenceReader:
         processes: int | None = None,
         context: str | None = None,
     ) -> None:
-        """`processes`: see `encode_records`. `context`: text that only the teacher reads."""
+        """For `processes`, see `encode_records`. Only the teacher reads the text `context`."""
         self._encoder = RecordEncoder(data, tokenizer, context)
         self._data = data
         self._source = DataSet(data.path, data.name, data.split)
@@ -117,7 +117,7 @@ class SequenceReader:
         buffered_ids = np.empty(0, np.int32)
         for ids, *_ in self._encode_records(self.located_records()):
             self.empty += not len(ids)
-            # Some tokenizers start texts with the end token, so a document is never cut at one.
+            # Some tokenizers start texts with the end token, so no document is cut at an end token.
             has_end_token = not len(ids) or ids[-1] == end_id
             buffered_ids = np.concatenate(
                 [buffered_ids, ids, np.array([] if has_end_token else [end_id], np.int32)]

@@ -33,8 +33,8 @@ class QuerySettings:
     compress: bool
     tail_samples: int
     seed: int
-    vocab_size: int | None = None  # rows about the first ids only; None: about all
-    folder: Path = Path()  # of the data; images are named from there
+    vocab_size: int | None = None  # rows cover so many first ids; None: all ids
+    folder: Path = Path()  # the folder of the data; paths of images are relative to it
 
     @classmethod
     def from_job(cls, job: CaptureJob) -> QuerySettings:
@@ -77,7 +77,7 @@ class QuerySettings:
     def encode(self, block: RowBlock) -> bytes:
         """Return the codec bytes of `block`, compressed if the job says so.
 
-        Raises InvalidInput if the number of tail samples per row is not the one in the job.
+        Raises InvalidInput if the number of tail samples per row differs from the job's number.
         """
         if block.tail_samples != self.tail_samples:
             raise InvalidInput(
@@ -157,7 +157,7 @@ class ServiceSource:
     def files(self, numbers: range, on_scored: OnScored) -> Iterator[Sequence[RowBlock]]:
         """Yield the rows of each file in `numbers`; see RowSource."""
         pending_answers: deque[tuple[int, Future[RowBlock]]] = deque()
-        # Of the rows that were requested and not yet yielded, and of their images.
+        # The bytes of rows that were requested and are not yielded yet, and of their images.
         requested_bytes = 0
         queries = (
             self._query_settings.build_query(self._plan[index])
@@ -170,7 +170,7 @@ class ServiceSource:
                 while (not pending_answers or requested_bytes < self._prefetch_bytes) and (
                     query := next(queries, None)
                 ):
-                    # Images wait in memory, too, until their rows are there.
+                    # Images also wait in memory, until their rows arrive.
                     answer_size = answer_bytes(query) + sum(map(len, query.images))
                     pending_answers.append((answer_size, self._client.submit(query)))
                     requested_bytes += pending_answers[-1][0]
@@ -194,10 +194,10 @@ def score_file(
 ) -> list[RowBlock]:
     """Return the rows of the sequences of one file, in order.
 
-    Batches never span files, so they are the same whatever was scored before. An engine that
-    batches by itself gets the whole file. `first` is the number of the first sequence, for error
-    messages. `on_scored` is called with the number of rows of each
-    sequence. Raises the error of the first sequence that fails.
+    A batch never has sequences of two files, so the batches of a file do not depend on other files.
+    An engine that batches by itself gets the whole file. `first` is the number of the first
+    sequence, for error messages. `on_scored` is called with the number of rows of each sequence.
+    Raises the error of the first sequence that fails.
     """
     rows: dict[int, RowBlock] = {}
     single_batch = [[*range(len(sequences))]]

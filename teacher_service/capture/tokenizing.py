@@ -32,7 +32,7 @@ LocatedRecord = tuple[str, Mapping[str, Any]]
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 _CHUNK_RECORDS = 512
-# Chunks that are tokenized before worker processes start, which takes seconds.
+# The number of chunks to tokenize before worker processes start; their start takes seconds.
 _CHUNKS_BEFORE_PROCESSES = 8
 
 
@@ -68,7 +68,7 @@ class RecordEncoder:
     """Encodes the records of a data set. It can be sent to another process."""
 
     def __init__(self, data: CaptureData, tokenizer: Any, context: str | None = None) -> None:
-        """`context`: text that only the teacher reads, before the prompt."""
+        """`context` is text before the prompt that only the teacher reads."""
         self._data = data
         self._context = context
         self._form = data.prompt_format
@@ -77,7 +77,7 @@ class RecordEncoder:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that the records need; none: all of them, for the context."""
+        """The columns to read; an empty tuple means all columns, because a context may use any."""
         if self._context is not None:
             return ()
         match self._data.form:
@@ -143,7 +143,7 @@ class RecordEncoder:
         return ids, answer
 
     def _encode_teacher_prompt(self, location: str, record: Mapping[str, Any]) -> list[int]:
-        """Return the ids of the prompt with the context; none without a context."""
+        """Return the ids of the prompt with the context; an empty list without a context."""
         if self._context is None:
             return []
         conversation = self._form.conversation(record, location)
@@ -159,7 +159,10 @@ class RecordEncoder:
         return self._form.ids(self._tokenizer, conversation, location)
 
     def _encode_images(self, location: str, record: Mapping[str, Any]) -> bytes:
-        """Return the names and digests of a record's images. Raises InvalidInput without a file."""
+        """Return the names and digests of a record's images.
+
+        Raises InvalidInput if an image is not a file.
+        """
         column = self._data.image_column
         if column is None:
             return b""
@@ -185,7 +188,7 @@ class RecordEncoder:
 
 
 def load_tokenizer(job: CaptureJob) -> Any:
-    """Return the tokenizer of a capture. Raises InvalidInput if there is none to load."""
+    """Return the tokenizer of a capture. Raises InvalidInput if it cannot be loaded."""
     import transformers
 
     candidates = {
@@ -260,7 +263,7 @@ _encoder: RecordEncoder  # of a worker process
 
 
 def _start_worker(encoder: RecordEncoder, parent: int) -> None:
-    """Initialise a worker process. It ignores SIGTERM to its group: the parent handles that."""
+    """Initialise a worker process, which ignores SIGTERM: the parent process handles SIGTERM."""
     global _encoder
     _encoder = encoder
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

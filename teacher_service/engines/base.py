@@ -73,8 +73,8 @@ class ScoringEngineInfo:
     def with_update(self, update: WeightUpdate) -> ScoringEngineInfo:
         """Return the info after `update`: version + 1 and a new fingerprint.
 
-        The new fingerprint depends only on the old one and on `update`. The same updates in the
-        same order produce the same fingerprint, also after a restart of the program.
+        The new fingerprint depends only on the old fingerprint and on `update`. The same updates in
+        the same order produce the same fingerprint, also after a restart of the program.
         """
         facts = {"before": self.fingerprint, "tau": update.tau, "pushed": update.digest}
         return replace(self, fingerprint=compute_fingerprint(facts), version=self.version + 1)
@@ -140,7 +140,7 @@ class QuerySchedule:
 
 @runtime_checkable
 class ContinuousEngine(ScoringEngine, Protocol):
-    """An engine that batches queries by itself, and accepts new ones while it computes others."""
+    """An engine that batches queries by itself, and accepts queries while it computes others."""
 
     @property
     def step_tokens(self) -> int:
@@ -158,7 +158,7 @@ class ContinuousEngine(ScoringEngine, Protocol):
 
 @runtime_checkable
 class RemoteEngine(Protocol):
-    """An engine whose rows a third-party server computes, and may charge for."""
+    """An engine whose rows come from a third-party server, which may charge for them."""
 
     @property
     def requested_tokens(self) -> int:
@@ -185,7 +185,7 @@ class UpdatableEngine(Protocol):
 def with_adapters(info: ScoringEngineInfo, adapters: Sequence[Adapter]) -> ScoringEngineInfo:
     """Return the info of an engine that also scores with `adapters`.
 
-    Its fingerprint without an adapter is unchanged, so that adapters can be added to a teacher.
+    The fingerprint without an adapter is unchanged, so that adapters can be added to a teacher.
     """
     facts = {
         adapter.name: {"model": info.fingerprint, "adapter": adapter.digest} for adapter in adapters

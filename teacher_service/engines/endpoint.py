@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-# For a server that does not say how many tokens it reads.
+# The maximum length for a server that does not report how many tokens it reads.
 _MAX_LENGTH = 4096
 _MAX_VOCABULARY = 1 << 22  # no vocabulary is larger
 
@@ -69,14 +69,17 @@ class EndpointEngine:
     ) -> None:
         """Connect, and probe what the server supports.
 
-        `tokenizer`: directory or hub id. `served_model`: the model's name at the server; "": the
-        only one. `max_top_k`: most head ids of a row. `step_tokens`: half of the tokens that are in
-        flight; see Feeder. `wires`: request formats; the first that the server answers is used.
+        - tokenizer: directory or hub id.
+        - served_model: the model's name at the server; "" means the server's only model.
+        - max_top_k: maximum number of head ids of a row.
+        - step_tokens: half of the tokens that are in flight; see Feeder.
+        - wires: request formats; the first format that the server answers is used.
+
         $DISTILL_ENDPOINT_KEY is sent as a bearer token.
 
         Raises InvalidInput if the server has no such model, returns no log-probs of prompts, or has
-        a smaller vocabulary than the tokenizer; Unauthenticated if it refuses the key; Unavailable
-        if it does not respond.
+        a smaller vocabulary than the tokenizer; Unauthenticated if the server refuses the key;
+        Unavailable if the server does not respond.
         """
         self.step_tokens = step_tokens
         self.requested_tokens = 0

@@ -40,7 +40,7 @@ class HttpEndpoint:
                 field=_FIELD,
                 hint="with --engine endpoint, give the address of the server: http://HOST:PORT",
             )
-        if parse_web_address(url, _FIELD).userinfo:  # it would be in messages to students
+        if parse_web_address(url, _FIELD).userinfo:  # messages to students contain the URL
             raise InvalidInput(
                 "the address has a user or a password",
                 field=_FIELD,
@@ -80,7 +80,7 @@ class HttpEndpoint:
             raise self._build_error(error.message) from error
         if answer.is_temporary:
             raise self._build_error(f"HTTP {answer.status}: {_read_error_message(answer)}")
-        if answer.status == 401:  # 403 has other reasons too: a door that is shut
+        if answer.status == 401:  # 403 is not always about the key: a path may be disabled
             raise Unauthenticated(
                 f"the endpoint {self.url} refuses the key: {_read_error_message(answer)}",
                 field=_FIELD,

@@ -101,11 +101,12 @@ def _build_echo_body(query: ScoreQuery, model: str) -> dict[str, Any]:
 
 
 def _read_echo_rows(query: ScoreQuery, answer: Mapping[str, Any]) -> RowBlock:
-    """Return the rows in the answer to `_build_echo_body`; {"token_id:5": -0.1, ...} is a position.
+    """Return the rows in the answer to `_build_echo_body`.
 
-    A server adds the sampled token to the ids that it lists, or puts it in the place of the last
-    one, and does not say which: a head with it would be biased. The k likeliest of k + 1 ids are
-    the same in each case. Raises Corrupt if the rows do not match the query.
+    The answer has an object such as {"token_id:5": -0.1, ...} for each position. Some servers add
+    the sampled token to the listed ids, and others replace the last id by the sampled token, so a
+    head of all listed ids would be biased. The k likeliest of k + 1 listed ids are the same in both
+    cases. Raises Corrupt if the rows do not match the query.
     """
     start, end = query.start, len(query.token_ids)  # the generated token follows
     try:
@@ -129,9 +130,9 @@ def _read_echo_rows(query: ScoreQuery, answer: Mapping[str, Any]) -> RowBlock:
 
 
 def _select_top_k(logprob_by_name: Mapping[str, float], k: int) -> list[tuple[float, int]]:
-    """Return the k largest log-probs of a row with their ids; none if it has not more than k.
+    """Return the k largest log-probs of a row with their ids; an empty list for k ids or fewer.
 
-    Raises ValueError if it has texts in place of ids.
+    Raises ValueError if the row has texts in place of ids.
     """
     entries = (
         (logprob, int(name.removeprefix(_ID_PREFIX))) for name, logprob in logprob_by_name.items()
@@ -157,7 +158,7 @@ ECHO = LikeliestWire(_build_echo_body, _read_echo_rows)
 
 
 def _list_scored_ids(query: ScoreQuery) -> NDArray[np.int32]:
-    """Return the ids [n, k + M + 1] whose log-probs the rows need; the last is the token's."""
+    """Return the ids [n, k + M + 1] whose log-probs the rows need; the last id is the token."""
     assert query.head_ids is not None
     parts = [query.head_ids, query.token_ids[query.start :, None]]
     if query.draw_ids is not None:

@@ -29,8 +29,8 @@ class FakeSettings:
 
     `latency_ms` is the sleep before each batch. `max_length` is in tokens. Logits of positions
     after `nan_token` are NaN. A batch that contains `crash_token` raises RuntimeError. -1 disables
-    either token. Every batch after the first `raise_after` raises RuntimeError, unless it is -1;
-    the self-test scores three batches.
+    either token. Every batch after the first `raise_after` batches raises RuntimeError, unless
+    `raise_after` is -1; the self-test scores three batches.
     """
 
     vocab: int = 512

@@ -79,11 +79,11 @@ class HfEngine:
         memory: Memory | None = None,
         progress: LoadProgress | None = None,
     ) -> None:
-        """Load the model; `progress` follows it. Queries may name one of `adapters`.
+        """Load the model and report the stages to `progress`. Queries may name one of `adapters`.
 
-        `memory`: what the model may take of each device, in bytes. Its layers are divided over
-        them, and computed on the first GPU if they do not fit on any; the head is always in
-        memory. None: the whole model is on `device`.
+        `memory` is the number of bytes that the model may use on each device. The layers are
+        divided over these devices. The first GPU computes the layers that fit on no GPU. The head
+        is always in memory. With `memory` None, the whole model is on `device`.
         """
         progress = progress or LoadProgress()
         path = model_directory(model)
@@ -104,7 +104,7 @@ class HfEngine:
         progress.begin("probing its head")
         head = self._model.get_output_embeddings()
         quantised = getattr(self._model, "hf_quantizer", None) is not None
-        # A quantised head has a class of its own, and `require_plain_weight` says so.
+        # A quantised head has another class than Linear, and `require_plain_weight` refuses it.
         if not (isinstance(head, torch.nn.Linear) if quantised else is_linear(head)):
             raise build_not_linear_error(model)
         parameters = self._model.named_parameters(remove_duplicate=False)
@@ -170,8 +170,9 @@ class HfEngine:
         if self._batch_invariant:
             return [answer for query in queries for answer in self._score_together([query])]
         answers: dict[int, RowBlock | DistillError] = {}
-        # A model that gets images takes every placeholder of the batch for one of them. One with
-        # LongRoPE takes the rotary factors of all sequences from the longest one.
+        # A model that gets images reads every placeholder of the batch as an image. A model with
+        # LongRoPE chooses the rotary factors of all sequences by the longest sequence. So queries
+        # of different kinds are in different batches.
         kinds = [
             (query.adapter, isinstance(query, ExpandedQuery), self._has_long_factors(query))
             for query in queries
@@ -196,7 +197,7 @@ class HfEngine:
     def _compute_hidden_states(self, queries: Sequence[ScoreQuery]) -> Tensor:
         """Return the final hidden states [B, L - 1, H] of a padded batch; L is the longest length.
 
-        State i is the one after tokens 0..i. The last token is left out: it predicts nothing.
+        State i is the state after tokens 0..i. The last token is left out: no row needs its state.
         """
         lengths = [len(query.token_ids) - 1 for query in queries]
         padded = np.zeros((len(queries), max(lengths)), dtype=np.int64)

@@ -56,8 +56,8 @@ class ModelWeights:
     def apply(self, update: WeightUpdate) -> None:
         """Apply a validated update.
 
-        If it fails partway, `require_intact` raises until a full replacement succeeds. Raises
-        WrongState for an EMA update of weights that are not intact.
+        If the update fails partway, `require_intact` raises until a full replacement succeeds.
+        Raises WrongState for an EMA update of weights that are not intact.
         """
         if update.tau is not None:
             self.require_intact()
@@ -112,7 +112,7 @@ class HfAdapters:
 
 
 def _adapter_key(name: str) -> str:
-    # Not the name itself: peft stores adapters in a ModuleDict, which rejects names like "keys".
+    # The key has a prefix: peft stores adapters in a ModuleDict, which rejects names like "keys".
     return f"adapter_{name}"
 
 
@@ -126,7 +126,7 @@ def _add_adapter(model: Any, adapter: Adapter) -> None:
     config.init_lora_weights = True  # overwritten by the loaded values
     stored_tensors = load_file(adapter.path / WEIGHTS)
     try:
-        with warnings.catch_warnings(action="ignore"):  # it warns of several adapters
+        with warnings.catch_warnings(action="ignore"):  # peft warns of several adapters
             inject_adapter_in_model(config, model, key)
     except ValueError as error:  # the model has none of the layers
         raise _mismatch_error(adapter, str(error)) from error

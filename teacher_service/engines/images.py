@@ -67,9 +67,9 @@ def build_image_inputs(
 
 @torch.inference_mode()
 def reads_images(body: Any, reader: ImageReader, device: torch.device) -> bool:
-    """Return whether images change the last hidden states of a model.
+    """Return True if images change the last hidden states of a model.
 
-    `body`: the module that returns them. A model may need other inputs, or ignore its image
+    `body` is the module that returns the states. A model may need other inputs, or ignore its image
     inputs; the reason is logged.
     """
     states = []

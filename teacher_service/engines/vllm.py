@@ -1,9 +1,9 @@
 """The vllm engine: vLLM's pooling runner computes hidden states, the head in its worker the rows.
 
 vLLM batches, pages and splits long prompts, and skips tokens that are in its prefix cache. A cached
-token has no hidden state, so the first request returns no rows that need one. If rows are missing,
-a second, shorter request that does not read the cache computes them. The two requests together
-compute each token once, as without a cache.
+token has no hidden state, so the first request does not return the rows that need such a state. If
+rows are missing, a second, shorter request that does not read the cache computes them. The two
+requests together compute each token once, as without a cache.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _CONDITIONAL_OPTIONS = frozenset(
         *("max_lora_rank", "lora_target_modules"),
     ]
 )
-# vLLM's sizes of the memory for adapters, by largest rank.
+# The values that vLLM accepts as the largest rank of adapters.
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 DEFAULT_SCHEDULE = QuerySchedule()
@@ -88,9 +88,9 @@ class VllmEngine:
         options: Sequence[str] = (),
         progress: LoadProgress | None = None,
     ) -> None:
-        """Start vLLM; `progress` follows it. Queries may name one of `adapters`.
+        """Start vLLM and report the stages to `progress`. Queries may name one of `adapters`.
 
-        `options`: further options of vLLM, each NAME=VALUE; see `read_options`.
+        `options` are further options of vLLM, each NAME=VALUE; see `read_options`.
         """
         progress = progress or LoadProgress()
         require_vllm()
@@ -107,7 +107,7 @@ class VllmEngine:
         }
         extra_options = read_options(options, OWN_OPTIONS | _CONDITIONAL_OPTIONS | arguments.keys())
         arguments |= extra_options
-        if not extra_options:  # otherwise one process may not be enough: vLLM decides
+        if not extra_options:  # with options, vLLM decides: one process may not be enough
             arguments["distributed_executor_backend"] = executor(tensor_parallel_size)
         progress.begin("starting vLLM and reading its weights")
         with progress.follow_process() as file:
@@ -143,7 +143,7 @@ class VllmEngine:
 
     @property
     def step_tokens(self) -> int:
-        """Most tokens of one step of vLLM's schedulers, of which data parallelism has several."""
+        """Maximum number of tokens of one step, summed over vLLM's data-parallel schedulers."""
         config = self._vllm.config
         schedulers = config.parallel_config.data_parallel_size
         return int(config.scheduler_config.max_num_batched_tokens * schedulers)
@@ -180,7 +180,7 @@ class VllmEngine:
         try:
             block = await self._request_rows(query, schedule, read_cache=True)
         except Corrupt:
-            # The NaN may come from a cached block that another sequence computed: try without it.
+            # The NaN may be from a cached block of another sequence: compute without the cache.
             return await self._request_rows(query, schedule, read_cache=False)
         missing_rows = query.rows - len(block)
         if not missing_rows:
@@ -302,11 +302,11 @@ def _build_lora_options(adapters: Sequence[Adapter]) -> dict[str, Any]:
         )
     return {
         "enable_lora": True,
-        # On a CPU, vLLM computes requests without an adapter with its last one (index -1): it stays
-        # empty there.
+        # On a CPU, vLLM uses the last adapter slot (index -1) for requests without an adapter, so
+        # there is one more slot, which stays empty.
         "max_loras": len(adapters) + (not torch.cuda.is_available()),
         "max_lora_rank": next(size for size in _LORA_RANKS if size >= rank),
-        # Not the head: the scoring head takes its place.
+        # These layers do not include the head, because the scoring head replaces vLLM's head.
         "lora_target_modules": sorted(frozenset().union(*(adapter.layers for adapter in adapters))),
     }
 
@@ -314,8 +314,9 @@ def _build_lora_options(adapters: Sequence[Adapter]) -> dict[str, Any]:
 def _compute_prefill_threshold(skeleton: Any, step_tokens: int) -> int:
     """Return the minimum number of tokens per step of a long query, however many queries wait.
 
-    vLLM raises it to an equal share of the step. vLLM rejects a threshold above the longest
-    context, which it alone knows exactly: 2,048 is below that of all but the smallest models.
+    vLLM raises this threshold to an equal share of the step, and rejects a threshold above the
+    longest context. Only vLLM knows the longest context exactly, but nearly all models have more
+    than 2,048 tokens.
     """
     return min(max(1, step_tokens // 4), 2048, max_length_of(skeleton))
 
@@ -323,7 +324,7 @@ def _compute_prefill_threshold(skeleton: Any, step_tokens: int) -> int:
 def _exclude_head(path: Path) -> dict[str, Any]:
     """Return the config overrides that keep vLLM from building a quantised head.
 
-    The scoring head takes its place, but some platforms have no kernel for it.
+    The scoring head replaces vLLM's head, and some platforms have no kernel for a quantised head.
     """
     quantisation = dict(quantisation_of(path, "--model") or {})
     if quantisation.get("quant_method") == "compressed-tensors":

@@ -28,11 +28,11 @@ from protos.vllm_processes import (
 _T = TypeVar("_T")
 
 OPTION = "--engine-option"
-# Options with this word divide the work over processes; they change rows by rounding only.
+# Options with this word divide the work over processes. Such options change rows only by rounding.
 _PARALLELISM = "parallel"
 
 _TASK = "token_embed"
-# Arguments of vLLM that are set here, for every teacher.
+# Arguments of vLLM that this module sets for every teacher.
 OWN_OPTIONS = frozenset(
     [
         *("runner", "convert", "pooler_config", "max_model_len", "skip_tokenizer_init"),
@@ -48,7 +48,7 @@ class VllmProcess:
     exits with code 1, so that a supervisor restarts it. vLLM logs to stderr. `cached_tokens` counts
     the tokens that came from the prefix cache since the start.
 
-    Raises ValueError if vLLM rejects the options, RuntimeError if it does not start.
+    Raises ValueError if vLLM rejects the options, RuntimeError if vLLM does not start.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -75,7 +75,7 @@ class VllmProcess:
         return self.begin(work).result()
 
     def begin(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Start `work` in the event loop of this engine; cancelling the future cancels it."""
+        """Start `work` in the event loop of this engine; to cancel `work`, cancel the future."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def pool(
@@ -91,8 +91,8 @@ class VllmProcess:
 
         `extra` are the extra arguments that the pooler receives. Under the policy "priority", vLLM
         begins the request of the lowest `priority` first. With `read_cache` False the request does
-        not read vLLM's prefix cache. `adapter`: of `add_adapter`; "": none. Raises Unavailable if
-        vLLM was stopped.
+        not read vLLM's prefix cache. `adapter` is the name of an adapter of `add_adapter`; "" means
+        no adapter. Raises Unavailable if vLLM was stopped.
         """
         from vllm import PoolingParams
         from vllm.inputs import tokens_input
@@ -130,7 +130,7 @@ class VllmProcess:
         return self.run(self._llm.collective_rpc(method))[0]
 
     def close(self) -> None:
-        """Stop vLLM's processes. Further calls have no effect; the function also runs at exit."""
+        """Stop vLLM's processes, also at the exit of Python. Further calls have no effect."""
         if not self._closing:
             self._closing = True
             self._watch.close()
@@ -150,7 +150,7 @@ async def _start_llm(options: Mapping[str, Any]) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     # Ctrl-C reaches every process of the terminal, but vLLM must run until the last row is sent.
-    # vLLM's processes inherit the signal mask of this thread, so they ignore SIGINT.
+    # vLLM's processes inherit the signal mask of this thread, so SIGINT does not end them.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     arguments = AsyncEngineArgs(
         **options,

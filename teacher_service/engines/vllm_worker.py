@@ -48,8 +48,8 @@ _EMPTY = torch.empty(0, dtype=torch.uint8)
 class ScoringWorker(_Worker):  # type: ignore[misc]
     """vLLM's worker for this platform, with its part of the head.
 
-    The head is loaded before vLLM measures free memory, so that it counts in the memory share. Of R
-    ranks each has V / R of its rows, and every rank computes the logits of its ids.
+    The head is loaded before vLLM measures free memory, so that it counts in the memory share. Each
+    of R ranks has V / R rows of the head, and computes the logits of the ids of these rows.
     """
 
     def load_model(self, **options: Any) -> None:
@@ -98,7 +98,7 @@ class ScoringWorker(_Worker):  # type: ignore[misc]
     def attention_backends(self) -> list[str]:
         """Return the sorted names of the attention backends.
 
-        They are part of the fingerprint, because they decide the last digits of the rows.
+        The names are part of the fingerprint, because a backend decides the last digits of rows.
         """
         backends = get_current_attn_backends(self.vllm_config)
         return sorted(backend.get_name() for backend in backends)
@@ -127,11 +127,12 @@ def _pad_rows(rows: Tensor, shard: VocabularyShard | None) -> Tensor:
 def _refuse_inexact_kernels() -> None:
     """Make vLLM's CPU build reject kernels that would fail or compute wrong rows.
 
-    - 4 bits: vLLM takes the kernel also where its build for this processor lacks it (AVX2), and
-      its process dies with the first query.
-    - int8 weights and inputs: without VNNI the rows of a tiny model were 0.54 nats off in the
-      median; rounding alone makes 0.14.
-    - Experts of 4 bits: their inputs are rounded to 8 bits, which the model does not ask for.
+    - Weights of 4 bits: vLLM selects the kernel even if its build for this processor (AVX2) does
+      not contain the kernel, and then the worker process dies at the first query.
+    - int8 weights and inputs: without VNNI, the median error of the rows of a tiny model was 0.54
+      nats; rounding alone causes 0.14 nats.
+    - Experts with weights of 4 bits: vLLM rounds the inputs to 8 bits, although the model does not
+      specify this rounding.
     """
     CPUExpertsInt4.__init__ = _make_refusal(
         "on a CPU, vLLM rounds the inputs of experts of 4 bits to 8 bits, which this model does not"
@@ -160,7 +161,7 @@ def _make_refusal(reason: str) -> Callable[..., Any]:
 def cpu_product(weight: Tensor) -> Callable[[Tensor], Tensor]:
     """Return the function states -> states @ weight.T that vLLM uses on this CPU.
 
-    On some CPUs it is twice as fast as torch.
+    On some CPUs this function is twice as fast as torch.
     """
     layer: Any = torch.nn.Linear(1, 1, bias=False)
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)

@@ -28,9 +28,10 @@ from teacher_service.head.vocabulary_shard import VocabularyShard
 class Head:
     """One linear layer: `weight` [V, H] and `bias` [V], on the device of the hidden states.
 
-    `product` is an optional faster hidden @ weight.T, as in `score_hidden`. `scale_and_cap`: how
-    the products become logits. `shard`: the part of the vocabulary that weight and bias are of, if
-    several processes share the head; `score` is then a collective call.
+    `product` is an optional function for a faster hidden @ weight.T, as in `score_hidden`.
+    `scale_and_cap` says how the products become logits. `shard` is the part of the vocabulary that
+    `weight` and `bias` cover, if several processes share the head; then `score` is a collective
+    call.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Head:
     def _narrow_head(
         self, vocab_size: int | None
     ) -> tuple[Tensor, Tensor | None, Callable[[Tensor], Tensor] | None, Vocabulary]:
-        """Return weight, bias and product of the first `vocab_size` ids, as views; and the ids.
+        """Return views of weight, bias and product for the first `vocab_size` ids, and the ids.
 
         A shard keeps all its weights, so that the ranks have the same shapes.
         """

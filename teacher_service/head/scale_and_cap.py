@@ -61,8 +61,8 @@ def probe_head(
 
     def replace_output(_: object, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         head_inputs.append(inputs[0])
-        # float32 also for a model in half precision, so that what follows is not rounded.
-        return products.to(output.device, copy=True)  # some models scale it in place
+        # Use float32 also for a model in half precision, so that scaling and capping do not round.
+        return products.to(output.device, copy=True)  # some models scale the products in place
 
     ids = (torch.arange(count, device=device or head.weight.device) * 7 % head.out_features)[None]
     handle = head.register_forward_hook(replace_output)

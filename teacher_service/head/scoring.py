@@ -16,7 +16,8 @@ from protos.errors import Corrupt
 from teacher_service.head.scale_and_cap import PLAIN, ScaleAndCap
 from teacher_service.head.vocabulary import WHOLE, Vocabulary
 
-# Float32 logits of one GEMM. With fewer rows, a GPU would spend its time reading the weights.
+# Bytes of the float32 logits of one GEMM. With fewer rows per GEMM, a GPU would spend its time
+# reading the weights.
 _CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 _CACHE_BYTES = 4 << 20
 
@@ -62,10 +63,11 @@ def score_hidden(
 
     The logits are hidden @ weight.T + bias, after `scale_and_cap`. hidden [N, H], weight [V, H],
     bias [V], token_ids int64 [N]. Give either top_k, or head_ids int64 [N, K] without duplicates in
-    a row. `product` is an optional faster hidden @ weight.T. Each uniform of `uniforms`, float64
-    [N, M] in [0, 1), draws one id from the tail. If a tail has no mass, its sample ids are
-    meaningless and their log-prob is -inf. draw_ids int64 [N, D]: ids whose log-probs are also
-    returned. `vocabulary`: the ids that `weight` and `bias` are of; a shard returns rows over all.
+    a row. `product` is an optional function for a faster hidden @ weight.T. Each uniform of
+    `uniforms`, float64 [N, M] in [0, 1), draws one id from the tail. If a tail has no mass, its
+    sample ids are meaningless and their log-prob is -inf. draw_ids int64 [N, D]: ids whose
+    log-probs are also returned. `vocabulary` has the ids of the rows of `weight` and `bias`; with a
+    shard, the result still covers the ids of all shards.
 
     Raises Corrupt, naming position `first_position` + row, if a row of logits has a NaN, a +inf or
     no finite entry. Logits of -inf (masked vocabulary) are valid.
@@ -76,8 +78,8 @@ def score_hidden(
     """
     product = product or (lambda states: _multiply(states, weight))
     size = chunk_rows or max(1, _CHUNK_BYTES[hidden.device.type] // (4 * len(weight)))
-    # Allocate the results first: small tensors that stay between large ones that are freed would
-    # fragment the memory.
+    # Allocate the results first. Otherwise, these small tensors would lie between large tensors
+    # that are freed, and would fragment the memory.
     k = top_k if head_ids is None else head_ids.shape[1]
     samples, draws = (0 if tensor is None else tensor.shape[1] for tensor in (uniforms, draw_ids))
     rows, normalisers = _allocate_rows(hidden, k, samples, draws)
@@ -203,7 +205,7 @@ def _score_block(
     # The clamp avoids inf - inf in a row where every logit is -inf.
     max_logits = max_logits.clamp_(min=torch.finfo(logits.dtype).min)
     weights = logits.sub_(max_logits[:, None]).exp_()
-    # Not log(1 - sum of the head): for a small tail, all digits would cancel.
+    # Do not use log(1 - sum of the head): for a small tail, all digits would cancel.
     tail = vocabulary.sum(weights).log_().add_(max_logits)
     lse = torch.logaddexp(torch.logsumexp(values[:, :k], dim=-1), tail)
     logprobs = values - lse[:, None]

@@ -21,17 +21,17 @@ from teacher_service.models.files import block_of, weight_files
 from teacher_service.models.loading import build_load_error
 
 _PLAIN_DTYPES = ("F64", "F32", "BF16", "F16")
-# A weight with these values times the scales beside it is what the methods below store.
+# The methods below store values of these dtypes; values times scales are the weight.
 _SCALED_DTYPES = ("F8_E4M3", "F8_E5M2", "I8")
 _SCALE_NAMES = ("weight_scale", "weight_scale_inv")  # a factor in both cases
 _SCALE_DTYPES = (*_PLAIN_DTYPES, "F8_E8M0")
 _METHODS = ("compressed-tensors", "fbgemm_fp8", "fp8", "modelopt")
-_ACTIVATION_SCALE = "input_scale"  # rounds what the head multiplies; its weight is the same
+_ACTIVATION_SCALE = "input_scale"  # rounds the head's inputs, and does not change its weight
 
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """Names of the tensors of the head's weight; `scales`: None if it is not quantised."""
+    """Names of the tensors of the head's weight; `scales` is None for an unquantised weight."""
 
     weight: str
     scales: str | None = None
@@ -46,8 +46,8 @@ class _TensorInfo:
 def find_weight(path: Path, names: Sequence[str]) -> StoredWeight:
     """Return the tensors of the head's weight: the first of `names` that the files contain.
 
-    Raises InvalidInput if they have none, or if the weight is quantised in a way whose exact values
-    are not known.
+    Raises InvalidInput if the files have none of the tensors, or if the weight is quantised in a
+    way whose exact values are not known.
     """
     tensors = _list_layer_tensors(path, names)
     weight = next((name for name in names if name in tensors), None)
@@ -79,7 +79,7 @@ def find_weight(path: Path, names: Sequence[str]) -> StoredWeight:
 
 
 def find_bias(path: Path, names: Sequence[str]) -> str:
-    """Return the first of `names` that the files have. Raises InvalidInput if they have none."""
+    """Return the first of `names` that the files have. Raises InvalidInput if no name is there."""
     tensors = _list_layer_tensors(path, names)
     for name in names:
         if name in tensors:
@@ -88,10 +88,10 @@ def find_bias(path: Path, names: Sequence[str]) -> str:
 
 
 def read_weight(path: Path, stored: StoredWeight, ids: range | None = None) -> Tensor:
-    """Return the rows `ids` [n, H] of the head's weight, all if None, on the CPU.
+    """Return the rows `ids` [n, H] of the head's weight (None: all rows), on the CPU.
 
-    They have the stored dtype, or are dequantised to float32. No other rows are read, except those
-    that share a block of scales with `ids`.
+    The rows have the stored dtype, or are dequantised to float32. No other rows are read, except
+    rows that share a block of scales with `ids`.
     """
     if stored.scales is None:
         return read_tensor(path, stored.weight, ids)
@@ -136,7 +136,8 @@ def dequantise(values: Tensor, scales: Tensor, block: tuple[int, int] | None) ->
 def require_plain_weight(path: Path, names: Sequence[str]) -> None:
     """Raise InvalidInput if the head's weight, stored under one of `names`, is quantised.
 
-    Its values alone are wrong, and no self-test would notice: it compares the rows with each other.
+    Values without their scales are wrong, and the self-test would not notice, because it compares
+    rows of the same engine.
     """
     tensors = _list_layer_tensors(path, names)
     for name in names:
@@ -145,7 +146,7 @@ def require_plain_weight(path: Path, names: Sequence[str]) -> None:
 
 
 def read_tensor(path: Path, name: str, rows: range | None = None) -> Tensor:
-    """Return `rows` of a tensor of the weight files, all if None, on the CPU.
+    """Return `rows` of a tensor of the weight files (None: all rows), on the CPU.
 
     Raises KeyError if the files have no such tensor.
     """
@@ -175,7 +176,7 @@ def _list_layer_tensors(path: Path, names: Sequence[str]) -> dict[str, _TensorIn
 
 
 def _find_quantised_tensor(tensors: Mapping[str, _TensorInfo], weight: str) -> str | None:
-    """Return a tensor of the weight's layer that unquantised layers lack; None: there is none."""
+    """Return a tensor of the weight's layer that only quantised layers have; None if none is."""
     layer = weight.rpartition(".")[0] + "."
     plain = (layer + "weight", layer + "bias")
     layer_tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(layer)}

@@ -67,7 +67,8 @@ def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 def draw_at(weights: Tensor, running: Tensor, levels: Tensor) -> Tensor:
     """Return the ids [n, M] at the `levels` [n, M] of the running sums of weights [n, V].
 
-    `running`: of `running_sums`. Each level, float64, is at least 0 and less than the last sum.
+    `running` is the result of `running_sums`. Each level, float64, is at least 0 and less than the
+    last sum.
     """
     parts = zip(*_split_rows(weights, running, levels), strict=True)
     return torch.cat([_draw_at(*part) for part in parts])
@@ -98,7 +99,7 @@ def running_sums(weights: Tensor) -> Tensor:
 
 
 def levels_of(shares: Tensor, total: Tensor) -> Tensor:
-    """Return the levels [n, M] = `shares` * `totals`, strictly below `totals` [n, 1].
+    """Return the levels [n, M] = `shares` * `total`, strictly below `total` [n, 1].
 
     `shares` are in [0, 1].
     """
@@ -106,7 +107,7 @@ def levels_of(shares: Tensor, total: Tensor) -> Tensor:
 
 
 def level_below(levels: Tensor, total: Tensor) -> Tensor:
-    """Return `levels` [n, M], or the largest number below `total` [n, 1] for one that is not below.
+    """Return `levels` [n, M], each at most the largest number below `total` [n, 1].
 
     A level that is rounded up to the total would fall after the last entry.
     """
@@ -123,7 +124,7 @@ def _sum_groups(weights: Tensor) -> Tensor:
 
 
 def _accumulate(weights: Tensor) -> Tensor:
-    # An entry of weight 0 must end exactly where the one before it ends. A parallel sum may round
+    # An entry of weight 0 must end exactly where the entry before it ends. A parallel sum may round
     # differently, so take the running maximum instead.
     return weights.cumsum(1).masked_fill_(weights == 0, 0).cummax(1).values
 

@@ -14,9 +14,9 @@ _GROUP = 64  # logits per group in the top-k search
 
 
 class Vocabulary:
-    """All ids of a model, in one process: every tensor of logits has them all.
+    """All ids of a model, in one process: every tensor of logits has all ids.
 
-    `VocabularyShard` has a part of them, and the same methods.
+    `VocabularyShard` has a part of the ids, and the same methods.
     """
 
     def mask_(self, logits: Tensor) -> Tensor:
@@ -50,15 +50,15 @@ WHOLE = Vocabulary()
 
 
 def top_ids(logits: Tensor, count: int) -> Tensor:
-    """Return the places of the `count` largest of each row of [n, V], int64, largest first."""
+    """Return the indices of the `count` largest logits of each row of [n, V], int64, in order."""
     rows, vocab_size = logits.shape
     groups = vocab_size // _GROUP
     if count == 0:
         return logits.new_empty(rows, 0, dtype=torch.int64)
     if count * _GROUP * 4 > vocab_size:
         return logits.topk(count, dim=-1).indices
-    # The largest logits lie in the groups with the largest maxima, as many groups as logits. The
-    # ids after the last complete group are always candidates.
+    # The `count` largest logits lie in the `count` groups with the largest maxima. The ids after
+    # the last complete group are always candidates.
     maxima = logits[:, : groups * _GROUP].view(rows, groups, _GROUP).amax(-1)
     top_groups = maxima.topk(count, dim=-1, sorted=False).indices
     offsets = torch.arange(_GROUP, device=logits.device)

@@ -20,7 +20,7 @@ from torch import Tensor
 from teacher_service.head.tail_samples import draw_at, level_below, levels_of, running_sums
 from teacher_service.head.vocabulary import Vocabulary, top_ids
 
-# Shards begin where `tail_samples` begins a group, so that R ranks draw what one draws.
+# Shards begin where `tail_samples` begins a group, so that R ranks draw the same ids as one rank.
 _MULTIPLE = 64
 
 
@@ -51,7 +51,7 @@ class VocabularyShard(Vocabulary):
         return range(min(first, self.size), min(first + self.width, self.size))
 
     def narrow(self, vocab_size: int | None) -> VocabularyShard:
-        """Return the shard for rows about the first `vocab_size` ids; None: about all."""
+        """Return the shard for rows over the first `vocab_size` ids; None means all ids."""
         return replace(self, requested_size=vocab_size)
 
     def mask_(self, logits: Tensor) -> Tensor:
@@ -78,11 +78,11 @@ class VocabularyShard(Vocabulary):
         return ids.gather(-1, values.topk(count, dim=-1).indices).long()
 
     def take_(self, logits: Tensor, ids: Tensor, removed: int) -> tuple[Tensor, Tensor]:
-        """Return the logits of `ids` [n, c], and the largest of the others; see Vocabulary."""
+        """Return the logits of `ids` [n, c], and the largest other logit; see Vocabulary."""
         places = ids - self.rank * self.width
         is_local = (places >= 0) & (places < self.width)
         places = places.clamp_(0, self.width - 1)
-        # The other ranks add 0, and a NaN stays one.
+        # Ranks that do not have an id add 0, and a NaN stays a NaN.
         values = logits.gather(-1, places).masked_fill_(~is_local, 0)
         minus_infinity = torch.zeros_like(values[:, :removed]).masked_fill_(
             is_local[:, :removed], -torch.inf
@@ -116,7 +116,7 @@ class VocabularyShard(Vocabulary):
         return sample_ids.long(), sample_weights.float()
 
     def _count_ids(self, rank: int) -> int:
-        """Return the number of a rank's ids that rows are about."""
+        """Return the number of a rank's ids that the rows cover."""
         vocab_size = (
             self.size if self.requested_size is None else min(self.requested_size, self.size)
         )

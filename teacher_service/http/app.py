@@ -33,7 +33,7 @@ from teacher_service.serving.fair_queue import Sender
 from teacher_service.serving.scorer import RowAnswer, RowScorer
 from teacher_service.serving.validation import RequestLimits
 
-# About a million tokens.
+# The limit of a request body: about a million tokens.
 MAX_BODY_BYTES = 8 << 20
 _THREAD_BYTES = 64 << 10  # a longer body is parsed in a thread
 _PIECE_BYTES = 64 << 10
@@ -44,7 +44,7 @@ _JSON_HEADERS = [(b"content-type", b"application/json")]
 
 @dataclass
 class HttpTeacher:
-    """The parts of the teacher service that the pages need; `created`: its start, Unix seconds."""
+    """The parts of the service that the pages need; `created` is its start, in Unix seconds."""
 
     scorer: RowScorer
     dispatcher: Dispatcher
@@ -54,7 +54,7 @@ class HttpTeacher:
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def models(self, request: Request) -> Response:
-        """GET /v1/models: the names of the model and its adapters, and the most tokens."""
+        """GET /v1/models: the names of the model and its adapters, and the maximum tokens."""
         info = self.dispatcher.info
         names = {info.model: None, **dict.fromkeys(info.adapters, info.model)}
         data = [
@@ -185,7 +185,7 @@ def _read_content_length(headers: Headers) -> int:
     length = headers.get("content-length")
     if length is None:
         refuse("Content-Length", "the header is missing", "send the body in one piece")
-    if "transfer-encoding" in headers:  # it would count in place of the length
+    if "transfer-encoding" in headers:  # this header would override the length
         refuse("Transfer-Encoding", "the body comes in chunks", "send the body in one piece")
     return int(length)
 

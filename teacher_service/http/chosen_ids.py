@@ -38,7 +38,7 @@ from teacher_service.serving.validation import RequestLimits
 
 _IDS = "sampling_params.prompt_logprob_token_ids"
 _NAMES = {"token_ids": "token_ids", "head_ids": _IDS, "draw_ids": _IDS}
-_PIECE_BYTES = 3 << 16  # three bytes are four characters
+_PIECE_BYTES = 3 << 16  # base64 encodes three bytes as four characters
 
 
 class _ChosenIdsSampling(Fields):
@@ -46,7 +46,7 @@ class _ChosenIdsSampling(Fields):
     prompt_logprob_start: int = Field(0, ge=0, lt=2**31)
     max_tokens: int | None = None
     temperature: float | None = None
-    detokenize: bool = True  # of generated tokens, and there are none
+    detokenize: bool = True  # concerns generated tokens, and there are none
 
 
 class _ChosenIdsFields(Fields):

@@ -14,7 +14,7 @@ from protos.errors import Overloaded
 from teacher_service.serving.answer_budget import AnswerBudget, BudgetShare
 from teacher_service.serving.fair_queue import Sender
 
-# Of the bodies of all requests that are not yet answered.
+# The limit for the bodies of all requests that are not yet answered.
 MAX_BODIES_BYTES = 256 << 20
 
 

@@ -32,10 +32,10 @@ from teacher_service.http.scoring_request import (
 )
 from teacher_service.serving.validation import RequestLimits
 
-# The digits after the point of a log-prob. The error of 5e-10 nats is below the rounding of float32
-# for log-probs under -0.016; those of likelier tokens matter by their absolute error.
+# The number of decimals of a log-prob. The rounding error of 5e-10 nats is below the rounding error
+# of float32 for log-probs under -0.016. For larger log-probs, only the absolute error matters.
 DECIMALS = 9
-# As vLLM writes a log-prob of -inf, which JSON does not have.
+# vLLM writes a log-prob of -inf as this number, because JSON has no infinity.
 LOWEST_LOGPROB = -9999.0
 _ZERO = ord("0")
 
@@ -45,7 +45,7 @@ _PIECE_ENTRIES = 8192
 
 
 class Part(NamedTuple):
-    """Characters, uint8 [..., width], and which of them to keep; both broadcast over entries."""
+    """Characters, uint8 [..., width], and a mask of those to keep; both broadcast over entries."""
 
     chars: NDArray[np.uint8]
     mask: Mask
@@ -69,7 +69,7 @@ def format_integers(values: NDArray[Any]) -> Part:
 def format_logprobs(values: NDArray[np.floating[Any]]) -> tuple[Part, ...]:
     """Return the parts of log-probs of shape [...], in nats, as -I.FFFFFFFFF.
 
-    Values below LOWEST_LOGPROB are written as that, values above 0 (rounding) as -0.
+    Values below LOWEST_LOGPROB are written as LOWEST_LOGPROB, values above 0 (rounding) as -0.
     """
     scaled = np.clip(values.astype(np.float64), LOWEST_LOGPROB, 0.0) * -(10.0**DECIMALS)
     integer_part, fraction = np.divmod(np.rint(scaled).astype(np.int64), 10**DECIMALS)
@@ -92,7 +92,10 @@ def join_parts(shape: tuple[int, ...], parts: Sequence[Part]) -> bytes:
 def _concatenate_columns(
     shape: tuple[int, ...], columns: Sequence[NDArray[Any]], parts: Sequence[Part]
 ) -> NDArray[Any]:
-    """Return the columns of all parts, [*shape, width]; those shared by all entries cost least."""
+    """Return the columns of all parts, [*shape, width].
+
+    Columns that all entries share are written first, in one assignment, which is fast.
+    """
     widths = [part.chars.shape[-1] for part in parts]
     ends = np.cumsum(widths).tolist()
     table = np.empty((*shape, ends[-1]), columns[0].dtype)
@@ -140,7 +143,7 @@ class Completions:
     k: int
 
     def text(self, blocks: Sequence[RowBlock], info: ScoringEngineInfo) -> Iterator[bytes]:
-        """Yield the answer; a choice for each prompt, with no generated token."""
+        """Yield the answer: one choice for each prompt, without generated tokens."""
         adapter = self.queries[0].adapter
         header = {
             "id": f"cmpl-{uuid.uuid4().hex}",
@@ -199,7 +202,7 @@ def read_completions(body: bytes, limits: RequestLimits, info: ScoringEngineInfo
 
 
 def write_prompt_logprobs(block: RowBlock, token_ids: NDArray[np.int32], k: int) -> bytes:
-    """Return `,{...}` for each row: its token first, then the other ones of the k head ids."""
+    """Return `,{...}` for each row: the row's token first, then the other ids of the k head ids."""
     assert block.head_ids is not None
     is_token = block.head_ids == token_ids[:, None]
     ids = np.concatenate([token_ids[:, None], block.head_ids[:, :k]], axis=1)
@@ -221,5 +224,5 @@ def write_prompt_logprobs(block: RowBlock, token_ids: NDArray[np.int32], k: int)
         format_integers(ranks[is_written]),
         format_literal(b"}"),
     ]
-    # No row precedes the first one.
+    # The first entry has no row before it, so its `}` is cut off.
     return b"," + join_parts(is_opening.shape, parts)[2:] + b"}"

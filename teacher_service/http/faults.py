@@ -10,7 +10,8 @@ from protos.errors import DistillError, ErrorCode, NotFound
 from protos.rpc.http_server import HTTP_STATUS
 from protos.rpc.statuses import public_error
 
-# Not 429: the clients retry what fails with a 5xx, and end the training at once at any other.
+# Use 503 in place of 429: clients retry a request after a status of 5xx, and end the training at
+# once after any other status.
 _STATUS = {**HTTP_STATUS, ErrorCode.RESOURCE_EXHAUSTED: 503}
 _RETRY_SECONDS = 1
 

@@ -21,15 +21,15 @@ from teacher_service.serving.loading import build_loading_error
 HTTP_PORT_OPTION = "--http-port"
 # An eighth of the file descriptors: gRPC may take three quarters, see protos/rpc/server.py.
 _CONNECTIONS = min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
-# Trainers pause between two steps, and a busy one takes a while to read an answer.
+# Trainers pause between two steps, and a busy trainer takes a while to read an answer.
 LIMITS = HttpLimits(connections=_CONNECTIONS, patience=60.0, idle=75.0, grace=30.0)
 
 
 class LoadingApp:
     """The application from the start of the process on (ASGI).
 
-    Until `set_teacher` is called, every request gets status 503 with the progress of the load,
-    `/health` too.
+    Until `set_teacher` is called, every request, including `/health`, gets status 503 with the
+    progress of the load.
     """
 
     def __init__(self, progress: LoadProgress) -> None:

@@ -66,7 +66,7 @@ def require(
 ) -> None:
     """Raise InvalidInput unless the value of a field is one of `allowed`.
 
-    Numbers are equal if their values are: 1 is 1.0, but not True.
+    Numbers with the same value are equal: 1 is equal to 1.0. But 1 is not equal to True.
     """
     if any(
         value == allowed_value and isinstance(value, bool) == isinstance(allowed_value, bool)
@@ -81,9 +81,9 @@ def require(
 
 
 def require_temperature(value: float | None, field: str) -> None:
-    """Raise InvalidInput unless log-probs at this temperature are those of temperature 1.
+    """Raise InvalidInput unless log-probs at this temperature equal those at temperature 1.
 
-    At 0 vLLM takes the likeliest token, and does not scale log-probs.
+    At temperature 0, vLLM takes the likeliest token, and does not scale log-probs.
     """
     require(value, (1, 0, None), field, "log-probs here are those of temperature 1")
 
@@ -150,7 +150,7 @@ def require_start(start: int, token_ids: NDArray[np.int32], field: str) -> None:
         refuse(
             field,
             f"must be 0 to {length - 2} for {length} tokens, got {start}",
-            "the next token has the first log-prob",
+            "the first log-prob is that of the token after this position",
         )
 
 

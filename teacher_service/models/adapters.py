@@ -41,8 +41,8 @@ _PLAIN_INITIALISATIONS = (True, False, "gaussian", "eva", "orthogonal")
 class Adapter:
     """An adapter in peft's format, in the directory `path`.
 
-    `rank`: the largest of its layers. `layers`: their last names, such as q_proj. `digest` changes
-    with everything that changes rows.
+    `rank` is the largest rank of a layer. `layers` are the last parts of the layers' names, such as
+    q_proj. `digest` changes with everything that changes rows.
     """
 
     name: str

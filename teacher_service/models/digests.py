@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 
 from clients.runs.directory import replace_file
 
-_THREADS = 4  # sha256 releases the interpreter; a disk is read faster by several
+_THREADS = 4  # sha256 releases the interpreter lock, and several threads read a disk faster
 _MAX_CACHED = 4096
 # A file that changed this recently may change again within the same timestamp.
 _SETTLED_SECONDS = 2.0
@@ -46,7 +46,7 @@ class FileDigests:
                 future = self._digests[file] = Future()
                 pending_files.put((file, future))
         for _ in range(min(_THREADS, pending_files.qsize())):
-            # Daemons: a teacher whose model cannot be loaded ends without waiting for them.
+            # Use daemon threads: a teacher that cannot load its model must not wait for them.
             threading.Thread(
                 target=_compute_digests, args=(pending_files,), name="digests", daemon=True
             ).start()

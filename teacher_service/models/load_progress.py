@@ -47,7 +47,7 @@ class LoadProgress:
         """Return the stage and its share in percent, if that is known."""
         share = self._share
         if file := self._file:
-            with suppress(OSError, ValueError):  # it is empty before the first share
+            with suppress(OSError, ValueError):  # the file is empty before the first share
                 share = float(file.read_text())
         return self._stage if share is None else f"{self._stage}: {share:.0%}"
 

@@ -28,7 +28,7 @@ OPTION = "--device-map"
 # The only value of the option, named as in transformers.
 AUTO = "auto"
 
-# Bytes that the model may take of each device, by GPU number or "cpu"; the rest is on disk.
+# Bytes that the model may use on each device, by GPU number or "cpu"; the rest is on disk.
 Memory = Mapping[int | str, int]
 
 
@@ -137,8 +137,8 @@ def load_skeleton(path: Path, *, dtype: str) -> Any:
 def load_image_reader(path: Path, config: Any) -> ImageReader | None:
     """Return the image reader of the model at `path`, or None if the model takes no images.
 
-    It needs the package pillow, and a processor that divides images into patches with a grid, as
-    those of Qwen's models do. `config`: of the model.
+    An image reader needs the package pillow, and a processor that divides images into patches with
+    a grid, as the processors of Qwen's models do. `config` is the configuration of the model.
     """
     placeholder = getattr(config, "image_token_id", None)
     if placeholder is None or not any((path / name).is_file() for name in _PROCESSORS):
@@ -148,7 +148,7 @@ def load_image_reader(path: Path, config: Any) -> ImageReader | None:
         return None
     try:
         processor = transformers.AutoImageProcessor.from_pretrained(
-            # The same pixels whether torchvision is installed or not.
+            # The backend is always pil, so that the pixels do not depend on torchvision.
             path,
             backend="pil",
             trust_remote_code=False,
@@ -186,12 +186,12 @@ def _check_dtype(dtype: str) -> None:
 def find_body(model: Any) -> Any:
     """Return the module of a causal language model that gives its last hidden states."""
     body = model.base_model
-    # Llama 4 names a part that its text model does not have, and transformers returns the whole.
+    # Llama 4 names a body that its text model does not have; then transformers returns the model.
     return model.model if body is model else body
 
 
 def max_length_of(model: Any) -> int:
-    """Return the most tokens of a sequence; 4,096 if the configuration does not have a number.
+    """Return the maximum tokens of a sequence; 4,096 if the configuration does not have a number.
 
     A number below 1 means no limit, such as the -1 of XLNet.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-# A single stream gets half of it.
+# A single stream gets half of these bytes.
 MAX_ANSWER_BYTES = 512 << 20
 
 
@@ -50,7 +50,7 @@ class BudgetShare:
         self._budget._used += size
 
     def give_back(self, size: int) -> None:
-        """Count `size` bytes less, and wake the streams that wait for room."""
+        """Remove `size` bytes from the share, and wake the streams that wait for room."""
         if self._closed:
             return
         self.bytes -= size
@@ -65,7 +65,7 @@ class BudgetShare:
         self._closed = True
 
     async def wait_for_release(self) -> None:
-        """Wait until bytes are given back, by this stream or another one."""
+        """Wait until this stream or another stream gives bytes back."""
         self._release_event.clear()
         self._budget._release_events.add(self._release_event)
         try:

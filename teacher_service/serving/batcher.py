@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 # The maximum gap between queries of one burst, and the maximum time that an idle engine waits.
 GAP_SECONDS, LINGER_SECONDS = 0.002, 0.02
-# A batch is chosen from the next queries with the tokens of this many batches.
+# The queries of a batch are chosen among the next queries, whose tokens fill this many batches.
 _CHOICE_BATCHES = 4
 
 
@@ -45,7 +45,7 @@ class Batcher(Dispatcher):
     """
 
     def __init__(self, engine: ScoringEngine, *, max_batch_tokens: int, **options: Any) -> None:
-        """`options`: of Dispatcher."""
+        """`options` are the options of Dispatcher."""
         super().__init__(engine, **options)
         self._max_batch_tokens = max_batch_tokens
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
@@ -75,7 +75,7 @@ class Batcher(Dispatcher):
             await asyncio.sleep(GAP_SECONDS)
 
     def _take_batch(self) -> list[QueuedQuery]:
-        """Take the next query, and of the following ones those with the nearest lengths."""
+        """Take the next query, and the queries after it with the nearest lengths."""
         due_queries = self._queue.take(_CHOICE_BATCHES * self._max_batch_tokens)
         if not due_queries:
             return []

@@ -77,9 +77,9 @@ class Dispatcher(ABC):
     async def score(self, query: ScoreQuery, sender: Sender | None = None) -> EngineAnswer:
         """Return the rows of a validated query. Cancelling the call drops the query.
 
-        Without a `sender`, the query is of a sender of its own. Raises Overloaded if waiting
-        queries take more than `max_queued_bytes`, Unavailable if the engine is broken, and the
-        error of the engine for this query. Images are decoded first; at most 16 such queries wait.
+        Without a `sender`, the query gets a new sender. Raises Overloaded if waiting queries take
+        more than `max_queued_bytes`, Unavailable if the engine is broken, and the error of the
+        engine for this query. Images are decoded first; at most 16 queries with images wait.
         """
         if not query.images:
             return await self._enqueue(query, sender)
@@ -103,7 +103,7 @@ class Dispatcher(ABC):
         """Give queries to the engine until cancelled."""
 
     def _count_failure(self, error: Exception) -> None:
-        """Count a failure; the engine is broken after `max_failures` of them in a row."""
+        """Count a failure; the engine is broken after `max_failures` failures in a row."""
         self._failures += 1
         if self._failures < self._max_failures or self.broken:
             return
@@ -122,7 +122,7 @@ def build_probe_query(info: ScoringEngineInfo) -> ScoreQuery:
 
 
 def is_defect(answer: object) -> bool:
-    """Return whether `answer` is an error of the engine, not one of a query."""
+    """Return True if `answer` is an error of the engine, and not an error of one query."""
     return isinstance(answer, Exception) and not isinstance(answer, DistillError)
 
 

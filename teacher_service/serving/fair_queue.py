@@ -37,14 +37,14 @@ class Sender:
 
     def __init__(self, *, is_background: bool = False) -> None:
         self.is_background = is_background
-        self.turn = 0.0  # of its newest query, in tokens
+        self.turn = 0.0  # the turn of the newest query, in tokens
         self.queries_in_engine = 0
         self._unanswered = 0
-        self._had_several = False  # at the same time, since it last had none
+        self._had_several = False  # several queries at once, since the last time without any
         self.sends_singly = False
 
     def add_query(self) -> None:
-        """Count a query that it sends."""
+        """Count a query that the client sends."""
         if self._unanswered:
             self._had_several, self.sends_singly = True, False
         self._unanswered += 1
@@ -60,7 +60,7 @@ class Sender:
 class QueuedQuery:
     """A query in the queue, ordered by its turn; `answer` is cancelled if its caller gives up.
 
-    `is_background`: of its sender. `turn`: in tokens. `number`: in order of arrival.
+    `is_background` is that of the sender, `turn` is in tokens, `number` is the order of arrival.
     """
 
     is_background: bool
@@ -89,7 +89,7 @@ class FairQueue:
         self._max_bytes = max_bytes
         self._bytes = 0
         self._arrivals = 0
-        self._turn = 0.0  # that the engine has reached
+        self._turn = 0.0  # the turn that the engine has reached
         self._heap: list[QueuedQuery] = []
 
     @property
@@ -103,7 +103,7 @@ class FairQueue:
         return sum(entry.tokens for entry in tuple(self._heap) if not entry.answer.done())
 
     def add(self, query: ScoreQuery, sender: Sender) -> QueuedQuery:
-        """Add a query. `release` it when its answer has arrived.
+        """Add a query. Call `release` when the answer has arrived.
 
         Raises Overloaded if the queries take too much memory.
         """

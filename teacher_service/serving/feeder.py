@@ -21,11 +21,11 @@ from teacher_service.serving.fair_queue import EngineAnswer, QueuedQuery
 
 log = logging.getLogger(__name__)
 
-# Steps of the engine whose tokens are in flight. With fewer, steps are not full, because a query
-# that an engine computes in several steps counts until it ends.
+# The number of steps of the engine whose tokens are in flight. With fewer tokens in flight, steps
+# would not be full, because a query that an engine computes in several steps counts until its end.
 _STEPS_IN_FLIGHT = 4
 _BACKGROUND_TURN = 1 << 52  # tokens; more than a teacher ever computes
-# Steps stay short for this long after the answer to a client that sends singly.
+# Steps stay short for this long after the answer to a client that sends one query at a time.
 _SHORT_SECONDS = 1.0
 # A short step has at least this fraction of the tokens of a full step, for efficiency.
 _MIN_STEP_FRACTION = 1 / 16
@@ -48,12 +48,12 @@ class Feeder(Dispatcher):
     """
 
     def __init__(self, engine: ContinuousEngine, **options: Any) -> None:
-        """`options`: of Dispatcher."""
+        """`options` are the options of Dispatcher."""
         super().__init__(engine, **options)
         self._continuous = engine
         self._max_tokens_in_flight = _STEPS_IN_FLIGHT * engine.step_tokens
         self._tokens_in_flight = 0
-        self._single_tokens = 0  # in flight, of clients that send singly
+        self._single_tokens = 0  # in flight, of clients that send one query at a time
         self._short_until, self._short_tokens = 0.0, 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -80,8 +80,8 @@ class Feeder(Dispatcher):
         self._single_tokens += single_tokens
         entry.sender.queries_in_engine += 1
         step_tokens = self._limit_step_tokens(single_tokens)
-        # Its turn is earlier by the length of such queries: no other query precedes it in the step
-        # that it waits for, and the shares do not change.
+        # The engine gets an earlier number for a single query, by the length of single queries: no
+        # other query is before it in the next step. The queue's turns and shares do not change.
         number = _compute_turn_number(entry) - (self._short_tokens if single_tokens else 0)
         schedule = QuerySchedule(number, step_tokens, single_tokens > 0)
         task = asyncio.create_task(self._answer(entry, schedule))
@@ -98,13 +98,14 @@ class Feeder(Dispatcher):
             self._wake.set()
 
         task.add_done_callback(finish)
-        # The caller gave up, so the engine need not compute the rows.
+        # If the caller cancels the query, the engine does not need to compute the rows.
         entry.answer.add_done_callback(lambda answer: answer.cancelled() and task.cancel())
 
     def _limit_step_tokens(self, single_tokens: int) -> int:
-        """Return the maximum tokens of a step, 0 for a full one.
+        """Return the maximum tokens of a step; 0 means a full step.
 
-        `single`: tokens of the query that follows, if its sender sends singly.
+        `single_tokens` is the number of tokens of the query that starts now, if its sender sends
+        one query at a time; otherwise 0.
         """
         if not self._single_tokens and time.monotonic() > self._short_until:
             self._short_tokens = 0

@@ -117,7 +117,7 @@ async def run_in_thread(work: Callable[[], _T], stop: asyncio.Event) -> _T | Non
     futures: list[asyncio.Future[Any]] = [outcome, stop_waiter]
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
     stop_waiter.cancel()
-    await asyncio.sleep(0)  # a signal that came first is handled one step of the loop later
+    await asyncio.sleep(0)  # let the event loop handle a signal that came before the outcome
     if stop.is_set():
         outcome.cancel()
         return None

@@ -22,8 +22,8 @@ _FIELDS = ("head_ids", "draw_ids", "images")
 
 Request = tuple[teacher_pb2.ScoreRequest, InvalidInput | None]
 
-# At this limit of a stream, and at that of the process (AnswerBudget), further requests stay in the
-# network until a client takes an answer.
+# If a stream reaches this limit, or the process reaches the limit of AnswerBudget, further requests
+# stay in the network until a client takes an answer.
 MAX_IN_FLIGHT = 256
 _MAX_WAITING_CHUNKS = 16
 # Memory of an answer, encoded and decoded: per head id 2.25 + 4 bytes for the id and 4 + 4 for the
@@ -66,7 +66,7 @@ class RequestParts:
         if self._first is None:
             return []
         request, _ = self._join_parts()
-        return [(request, _size_error("the messages with the rest of it are missing"))]
+        return [(request, _size_error("further messages of this request are missing"))]
 
     def _store_part(self, name: str, ids: bytes) -> None:
         self._bytes += len(ids)
@@ -135,7 +135,8 @@ class ScoreStream:
         """Yield the chunks of all answers until the client ends its requests or `drain` is called.
 
         An error of one request is yielded as its last chunk. If a request cannot be read, raises
-        InvalidInput after the earlier requests are answered. After `fail` it raises that error.
+        InvalidInput after the earlier requests are answered. After `fail`, raises the error of
+        `fail`.
         """
         try:
             while (entry := await self._outgoing.get()) is not None:
@@ -188,13 +189,14 @@ class ScoreStream:
         task.add_done_callback(self._answers.discard)
 
     def _raise_unreadable(self) -> None:
-        """Raise the reader's error, if a bad request stopped it and not the end of the stream."""
+        """Raise the reader's error if a bad request has ended the reader."""
         error = None if self._reader.cancelled() else self._reader.exception()
         if isinstance(error, DistillError):
             raise error
 
     async def _wait_for_room(self) -> None:
-        # Without a request in flight, the share has parts of one, which must be completed.
+        # If no request is in flight, the share holds the first parts of a request, and the reader
+        # must read the other parts.
         while self._in_flight and (self._in_flight >= MAX_IN_FLIGHT or not self._share.has_room):
             await self._share.wait_for_release()
 
@@ -226,7 +228,7 @@ class ScoreStream:
 def _estimate_answer_bytes(request: teacher_pb2.ScoreRequest, limits: RequestLimits) -> int:
     """Return the estimated memory of the answer, and of its images, in bytes.
 
-    The request is not validated yet. One that will be refused for its sizes has no rows.
+    The request is not validated yet. A request that will be refused for its sizes counts 0 rows.
     """
     rows = max(0, len(request.token_ids) // 4 - request.start)
     if (

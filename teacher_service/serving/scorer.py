@@ -54,8 +54,8 @@ class RowScorer:
     async def score(self, query: ScoreQuery, sender: Sender | None = None) -> RowAnswer:
         """Return the rows of `query`, all from one version of the weights.
 
-        `sender`: see FairQueue. Equal queries of a sender that is `last` and of one that is not
-        are scored apart, so that the second does not wait for the first.
+        For `sender`, see FairQueue. A query of a background sender is scored separately from an
+        equal query of another sender, so that the other sender does not wait for it.
 
         If a weight update is applied before the query is scored, the rows are from the new version.
         Raises Overloaded if the queue is full, or the error of the engine.
@@ -68,7 +68,7 @@ class RowScorer:
             self._flights[key] = flight
         flight.waiters += 1
         try:
-            # A caller that is cancelled does not stop the others; an error reaches all callers.
+            # If one caller is cancelled, other callers still wait; an error reaches all callers.
             await asyncio.wait([flight.task])
             return flight.task.result()
         finally:

@@ -25,7 +25,7 @@ _LENGTH, _TOP_K = 8, 32
 
 
 def run_self_test(engine: ScoringEngine) -> float:
-    """Score a short sequence twice alone, in a batch with longer ones, and at its own token ids.
+    """Score a short sequence twice alone, in a batch with longer sequences, and at its own tokens.
 
     Returns the largest difference in nats between two scorings of a token. Raises WrongState in
     these cases: the difference exceeds rounding (for a batch-invariant engine: is not 0), a row
@@ -45,8 +45,8 @@ def run_self_test(engine: ScoringEngine) -> float:
     repeated_rows = _score(engine, [query])[0]
     max_chosen_ids = info.limits.max_chosen_ids
     gather_queries = [gather_query] if max_chosen_ids is None or max_chosen_ids else []
-    # It begins with the short one, and is shorter than the reversed one, which may have other
-    # rotary factors (LongRoPE).
+    # This sequence begins with the short sequence. It is shorter than the reversed sequence, whose
+    # rotary factors may differ (LongRoPE).
     longer = ScoreQuery(tokens[: 2 * short_length], 1, top_k=k)
     batched_rows, _, prefix_rows, *gathered_blocks = _score(
         engine, [query, reversed_query, longer, *gather_queries]

@@ -43,7 +43,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         metrics: TeacherMetrics,
         budget: AnswerBudget | None = None,
     ) -> None:
-        """`budget` bounds the answers of all streams; None: a budget of their own."""
+        """`budget` bounds the answers of all streams; None creates a budget."""
         self._scorer = scorer
         self._dispatcher = dispatcher
         self._weights = weights
@@ -104,7 +104,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
     async def Score(
         self, request_iterator: Any, context: Any
     ) -> AsyncIterator[teacher_pb2.ScoreChunk]:
-        """Stream the rows of a stream of requests; an error of one request is sent as its chunk.
+        """Stream the rows of a stream of requests; the error of a request is sent as a chunk.
 
         If the client names a teacher in the metadata, raises WrongState if this is another teacher
         or version, and Unavailable if a weight update is applied during the call or the engine is
@@ -150,10 +150,10 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
                 stream.drain()
 
     def _read_expected_version(self, metadata: Mapping[str, Any]) -> int | None:
-        """Return the version that the client expects, or None if it names no teacher.
+        """Return the version that the client expects, or None if the client names no teacher.
 
         A client that reconnects may reach another teacher on the same port. Rows of two teachers
-        must never mix, so this raises WrongState if the client expects another one.
+        must never mix, so this raises WrongState if the client expects another teacher.
         """
         expected = metadata.get(IDENTITY_KEY)
         if expected is None:
@@ -177,7 +177,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
     ) -> AsyncIterator[teacher_pb2.ScoreChunk]:
         with self._metrics.measure_request() as measured:
             if request.image_sizes or len(request.head_ids) > MAX_MESSAGE_BYTES:
-                # Takes a tenth of a second and more, in which the event loop serves others.
+                # Parsing takes 0.1 s and more. Meanwhile, the event loop serves other requests.
                 query = await asyncio.to_thread(parse_request, request, self._limits)
             else:
                 query = parse_request(request, self._limits)

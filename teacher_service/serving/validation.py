@@ -111,8 +111,8 @@ def _narrow_limits(
 ) -> tuple[RequestLimits, int | None]:
     """Return the limits for the ids of the request, and the query's `vocab_size`.
 
-    A request for all logits by their number is the same query, with the same cache key, as one that
-    names no number.
+    A request that gives the number of all logits is the same query, with the same cache key, as a
+    request that gives no number.
     """
     size = request.vocab_size or limits.vocab_size
     if size > limits.vocab_size:

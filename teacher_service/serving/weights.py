@@ -73,7 +73,7 @@ class WeightUpdater:
 
             def apply(update: WeightUpdate) -> None:
                 # Check again: an earlier push, abandoned by its client, may have been applied
-                # since this one started.
+                # since this push started.
                 _require_follows(base_version, engine.info.version)
                 engine.update(update)
 
