@@ -7,6 +7,7 @@ so that training starts from the plain model.
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,8 @@ from student_trainer.model.probes import body_of
 
 FILE, CONFIGURATION = "adapter_model.safetensors", "adapter_config.json"
 ADAPTER = "default"
+
+log = logging.getLogger(__name__)
 
 
 def add_adapters(model: Any, student: StudentConfig, *, with_images: bool = False) -> None:
@@ -99,14 +102,19 @@ def _modules_without_adapters(model: Any, with_images: bool) -> list[str] | None
     plain_modules = {module for module in names if uses[id(module.weight)] == 1}
     offsets: dict[nn.Module, Tensor] = {}
 
-    def add_offset(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
-        if not isinstance(output, Tensor) or not _is_product(module, inputs[0], output):
+    def add_offset(
+        module: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Any
+    ) -> Any:
+        hidden = next(iter((*inputs, *options.values())), None)
+        if not _is_product(module, hidden, output):
             plain_modules.discard(module)
             return output
         zero = output.new_zeros(1).requires_grad_()
         return output + offsets.setdefault(module, zero)
 
-    handles = [module.register_forward_hook(add_offset) for module in plain_modules]
+    handles = [
+        module.register_forward_hook(add_offset, with_kwargs=True) for module in plain_modules
+    ]
     was_training = model.training
     model.train()  # in training, Gemma 3n reads weights that it calls in evaluation
     try:
@@ -129,21 +137,35 @@ def _modules_without_adapters(model: Any, with_images: bool) -> list[str] | None
         for name, module in mixer.named_children()
         if name != "in_proj"
     }
-    return [
-        name
+    excluded_modules = {
+        module: name
         for module, name in names.items()
         if module in kernel_modules
         or module not in plain_modules
         or (module not in learning_modules and "expert" not in name)
-    ] or None
+    }
+    # The head and the vision part are no members of the text part: nobody expects adapters there.
+    if layers := [name for module, name in excluded_modules.items() if module in text_modules]:
+        log.info(
+            "%d linear layers have no adapter, such as %s: it could not be trained or merged",
+            len(layers),
+            layers[0],
+        )
+    return [*excluded_modules.values()] or None
 
 
-def _is_product(module: nn.Linear | Conv1D, hidden: Tensor, output: Tensor) -> bool:
-    """Return whether `output` is the product of `hidden` with the weight, plus the bias if any."""
+def _is_product(module: nn.Linear | Conv1D, hidden: Any, output: Any) -> bool:
+    """Return whether `output` is the product of `hidden` with the weight, plus the bias if any.
+
+    The module may compute in another dtype than that of its weight.
+    """
+    if not isinstance(hidden, Tensor) or not isinstance(output, Tensor):
+        return False
     weight = module.weight if isinstance(module, nn.Linear) else module.weight.T
     with torch.no_grad():
-        product = nn.functional.linear(hidden, weight, module.bias)
-    tolerance = 16 * torch.finfo(output.dtype).eps
+        product = nn.functional.linear(hidden.to(weight.dtype), weight, module.bias)
+    tolerance = 16 * max(torch.finfo(dtype).eps for dtype in (weight.dtype, output.dtype))
+    product, output = product.float(), output.detach().float()
     return product.shape == output.shape and torch.allclose(
         product, output, rtol=tolerance, atol=tolerance * float(product.abs().max())
     )

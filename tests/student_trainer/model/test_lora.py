@@ -164,12 +164,33 @@ def test_adapters_all_learn_in_models_that_read_weights_without_a_call(kind: str
     assert len(adapters) == 2 * len(targets)
 
 
-def test_modules_that_share_a_weight_have_no_adapters() -> None:
+class _CastLinear(torch.nn.Linear):
+    """A head of some models: its input is a keyword argument, its output is float32."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(hidden_states).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_linear_layer_of_another_dtype_has_an_adapter(dtype: torch.dtype) -> None:
+    model = tiny.model(layers=1)
+    mlp = model.model.layers[0].mlp
+    mlp.gate_proj.__class__ = _CastLinear
+    mlp.forward = lambda x: mlp.down_proj(
+        (mlp.act_fn(mlp.gate_proj(hidden_states=x)) * mlp.up_proj(x)).to(dtype)
+    )
+    add_adapters(model.to(dtype), config(Path("unused")))
+    assert len(model.peft_config["default"].target_modules) == 7
+
+
+def test_modules_that_share_a_weight_have_no_adapters(caplog: pytest.LogCaptureFixture) -> None:
     """The merged export has the weight once."""
     model = tiny.model(layers=2)
     first, second = (layer.mlp.up_proj for layer in model.model.layers)
     second.weight = first.weight
-    add_adapters(model, config(Path("unused")))
+    with caplog.at_level("INFO"):
+        add_adapters(model, config(Path("unused")))
+    assert "2 linear layers have no adapter, such as model.layers.0.mlp.up_proj" in caplog.text
     targets = model.peft_config["default"].target_modules
     assert len(targets) == 2 * 6
     assert not any("up_proj" in name for name in targets)
