@@ -7,6 +7,8 @@ its first step. The self-test of the teacher is `teacher_service/serving/self_te
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,9 +79,13 @@ def run_self_test(
     Raises InvalidInput (`student.model` or `student.lora`) on all ranks if one has no safe path.
     """
     ids = torch.arange(_LONG) % student.trained.vocab_size
-    with student.passes():
-        passes = _run_passes(student, ids)
-    raise_on_all_ranks(accelerator, lambda: _check_passes(passes, student.trained))
+    passes = _run_passes(student, ids)
+    raise_on_all_ranks(accelerator, lambda: _check_mode(passes))
+    leak = _find_leak(passes, student.trained)
+    if _has_exact_weights(student) and max_over_ranks(accelerator, int(leak is not None)):
+        with _exact_products(student.trained):
+            leak = _find_leak(_run_passes(student, ids), student.trained)
+    raise_on_all_ranks(accelerator, lambda: _raise_leak(leak))
     faults, untrained = _find_untrained(student, ids)
     raise_on_all_ranks(accelerator, lambda: _check_gradients(student, faults, untrained))
     student.trained.eval()
@@ -106,64 +112,97 @@ class _Passes:
     """Log-probs [T, K] of the short sequence at the same head ids, in several passes.
 
     alone: by itself, also in other batches that may not change them (`others`). evaluated: beside
-    the longer sequence, and once more (`repeated`), and in training mode (`trained`); these [N, K]
-    have the rows of the longer sequence too.
+    the longer sequence, in two equal passes, and in training mode (`trained`), in two more; these
+    [N, K] have the rows of the longer sequence too.
     """
 
     alone: Tensor
     others: tuple[Tensor, ...]
-    evaluated: Tensor
-    repeated: Tensor
-    trained: Tensor
+    evaluated: tuple[Tensor, Tensor]
+    trained: tuple[Tensor, Tensor]
 
 
 def _run_passes(student: Replicated | Sharded, ids: Tensor) -> _Passes:
     """Collective. Run the passes that are compared; the student is in evaluation mode after it."""
     trained = student.trained.eval()
     top_k = min(_TOP_K, trained.vocab_size)
-    short = ids[:_SHORT]
-    head_ids, rows = student.rows(_make_batch(student, [short]), 1.0, top_k)
+    short, longer = ids[:_SHORT], ids.flip(0)
 
     def logprobs(*sequences: Tensor) -> Tensor:
         return student.rows(_make_batch(student, [*sequences], head_ids), 1.0)[1].head_logprobs
 
-    others = [[short] * 4, [short] * 8, [short, short[:-1]]]
-    longer = ids.flip(0)
-    evaluated, repeated = (logprobs(short, longer) for _ in range(2))
-    trained.train()
-    in_training = logprobs(short, longer)
-    trained.eval()
-    return _Passes(
-        rows.head_logprobs,
-        tuple(logprobs(*batch)[: _SHORT - 1] for batch in others),
-        evaluated,
-        repeated,
-        in_training,
-    )
+    with student.passes():
+        head_ids, rows = student.rows(_make_batch(student, [short]), 1.0, top_k)
+        others = [[short] * 4, [short] * 8, [short, short[:-1]]]
+        other_logprobs = tuple(logprobs(*batch)[: _SHORT - 1] for batch in others)
+        evaluated = logprobs(short, longer), logprobs(short, longer)
+        trained.train()
+        in_training = logprobs(short, longer), logprobs(short, longer)
+        trained.eval()
+    return _Passes(rows.head_logprobs, other_logprobs, evaluated, in_training)
 
 
-def _check_passes(passes: _Passes, student: Student) -> None:
-    """Raise InvalidInput if a row depends on the mode, or on the longer sequence."""
+def _check_mode(passes: _Passes) -> None:
+    """Raise InvalidInput if a row is not finite, or depends on the mode."""
     if not bool(passes.alone.isfinite().all()):
         raise _refuse("the logits are not finite", "choose a student whose weights are intact")
-    # Some kernels of a GPU add in no fixed order, and two equal passes differ too.
-    is_repeatable = torch.equal(passes.evaluated, passes.repeated)
-    if is_repeatable and not torch.equal(passes.trained, passes.evaluated):
-        difference = float((passes.trained - passes.evaluated).abs().max())
+    # Some kernels of a GPU add in no fixed order, so that one of many equal passes may differ.
+    # Noise changes every pass.
+    first, second = passes.evaluated
+    if torch.equal(first, second) and not any(
+        torch.equal(first, in_training) for in_training in passes.trained
+    ):
+        difference = float((passes.trained[0] - first).abs().max())
         raise _refuse(
             f"training mode differs from evaluation mode by {difference:.2g} nats",
             "switch the noise off in config.json",
         )
-    difference = float((passes.evaluated[: _SHORT - 1] - passes.alone).abs().max())
+
+
+def _find_leak(passes: _Passes, student: Student) -> InvalidInput | None:
+    """Return the refusal of a student whose rows depend on a longer sequence, or None."""
+    difference = float((passes.evaluated[0][: _SHORT - 1] - passes.alone).abs().max())
     noise = max(float((other - passes.alone).abs().max()) for other in passes.others)
     usual = rounding(student.model, bf16=student.bf16)
     limit = min(max(_NOISE_FACTOR * noise, _LEAST * usual), _MOST * usual)
-    if not difference <= limit:
-        raise _refuse(
-            f"a longer sequence in the batch changes its log-probs by {difference:.2g} nats;"
-            f" at most {limit:.2g} is allowed",
-            "choose a causal student",
-        )
+    if difference <= limit:
+        return None
+    return _refuse(
+        f"a longer sequence in the batch changes its log-probs by {difference:.2g} nats;"
+        f" at most {limit:.2g} is allowed",
+        "choose a causal student"
+        + (", or student.dtype = 'float32' if bfloat16 is too coarse for it" * student.bf16),
+    )
+
+
+def _raise_leak(leak: InvalidInput | None) -> None:
+    if leak is not None:
+        raise leak
+
+
+def _has_exact_weights(student: Replicated | Sharded) -> bool:
+    """Return whether the student computes in bfloat16 and could compute in float32.
+
+    The weights of a sharded student are gathered in bfloat16, and those under adapters are stored
+    in it.
+    """
+    weights = student.trained.model.parameters()
+    return (
+        student.trained.bf16
+        and isinstance(student, Replicated)
+        and all(weight.dtype == torch.float32 for weight in weights if weight.is_floating_point())
+    )
+
+
+@contextmanager
+def _exact_products(student: Student) -> Iterator[None]:
+    """Compute in float32 inside the context, which tells a leak from the rounding of bfloat16."""
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    student.bf16 = torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        student.bf16, torch.backends.cuda.matmul.allow_tf32 = True, tf32
 
 
 def _check_sampling(probe: SamplingProbe) -> None:

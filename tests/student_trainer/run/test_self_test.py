@@ -106,6 +106,19 @@ def test_noise_in_training_is_refused() -> None:
     assert caught.value.field == "student.model"
 
 
+def test_a_kernel_that_rarely_adds_in_another_order_is_no_noise() -> None:
+    """Only the first pass in training mode differs, in its last bits."""
+    model, passes = tiny.model(), []
+
+    def round_otherwise(_: Any, __: Any, out: Tensor) -> Tensor:
+        passes.extend([0] * model.training)
+        return out * (1 + 1e-6) if len(passes) == 1 and model.training else out
+
+    model.model.norm.register_forward_hook(round_otherwise)
+    run(model, samples=False)
+    assert passes
+
+
 def test_a_student_that_sees_later_tokens_is_refused() -> None:
     model = tiny.model()
     model.model.norm.register_forward_hook(lambda _, __, out: out + out.mean(1, keepdim=True))
@@ -130,7 +143,24 @@ def test_a_small_leak_is_refused_in_bfloat16() -> None:
     assert run(tiny.model(), bf16=True, samples=False).untrained == ()
     model = tiny.model()
     scale_states(model, 0.12, lambda shape: shape[1] > 6)
-    with pytest.raises(InvalidInput, match=r"log-probs by 0\.1\d* nats; at most 0\.05 is"):
+    with pytest.raises(InvalidInput, match=r"log-probs by 0\.1\d* nats; at most 0\.00025"):
+        run(model, bf16=True, samples=False)
+
+
+@pytest.mark.filterwarnings("default")  # those of the model's own code
+def test_rounding_is_no_leak_in_bfloat16() -> None:
+    """The log-probs of this model differ by 0.18 nats in one shape, and by 1e-5 in float32."""
+    model = random_model("blt")
+    model.get_output_embeddings().weight.data *= 3
+    assert run(model, bf16=True, samples=False).untrained == ()
+
+
+def test_the_refusal_in_bfloat16_names_float32() -> None:
+    """The frozen weights under adapters are bfloat16, so float32 cannot decide."""
+    model = tiny.model()
+    scale_states(model, 0.12, lambda shape: shape[1] > 6)
+    add_adapters(model.to(torch.bfloat16), StudentConfig(model="-", lora=LoraConfig(rank=2)))
+    with pytest.raises(InvalidInput, match=r"causal student, or student\.dtype = 'float32'"):
         run(model, bf16=True, samples=False)
 
 
