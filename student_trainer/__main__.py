@@ -14,7 +14,7 @@ from pathlib import Path
 from clients.config.kinds import AnyTraining
 from clients.config.tables.job import TrainingJob
 from clients.preflight.files import check_files, check_here
-from clients.preflight.limits import fit_limits, read_limits, write_limits
+from clients.preflight.limits import Limits, fit_limits, resumed_limits, write_limits
 from clients.preflight.teachers import check_teachers, contexts_of
 from clients.runs.directory import RunDirectory, Verdict
 from clients.runs.progress import AttemptDied, Progress, prepare, run_to_verdict
@@ -93,7 +93,11 @@ def _run_attempt(
     check_hub(config)
     with connect(config) as teachers:
         infos = {name: teacher.info for name, teacher in teachers.items()}
-        limits = read_limits(run.path) or fit_limits(config, contexts_of(infos), remote=True)
+        limits = (
+            resumed_limits(config, run.path)
+            or _copied_limits(config, progress)
+            or fit_limits(config, contexts_of(infos), remote=True)
+        )
         if is_main_process():
             write_limits(run.path, limits)
         config = limits.apply(config)
@@ -104,6 +108,15 @@ def _run_attempt(
             return assemble(
                 config, run, teachers, progress, attempt, from_step, rewards, service
             ).train()
+
+
+def _copied_limits(config: AnyTraining, progress: Progress) -> Limits | None:
+    """Return the limits of the attempts on other machines, if `checkpoint.copy_to` has copies."""
+    if config.checkpoint.copy_to is None:
+        return None
+    from student_trainer.checkpoints.copies import copied_limits
+
+    return copied_limits(config, progress)
 
 
 def _open_rewards(config: AnyTraining) -> AbstractContextManager[Rewards | None]:

@@ -30,7 +30,7 @@ from clients.data.records import FILE_SUFFIXES
 from clients.data.tokens.tokenizer import chat_templates_in, read_template
 from clients.preflight.data_files import check_data
 from clients.preflight.disk import check_space
-from clients.preflight.limits import fit_limits, read_limits
+from clients.preflight.limits import fit_limits, resumed_limits
 from clients.preflight.packages import check_packages, check_trackers
 from clients.preflight.parallel import check_context_parallel, check_tensor_parallel
 from clients.preflight.rollouts import check_gpus
@@ -91,7 +91,7 @@ def check_here(
         check_gpus(config)
     check_files(config, hint)
     check_data(config)
-    config = (read_limits(run) or fit_limits(config)).apply(config)
+    config = (resumed_limits(config, run) or fit_limits(config)).apply(config)
     if config.answering_student is not None:
         check_student(config.answering_student)
         check_template(config, config.answering_student.model)

@@ -3,8 +3,8 @@
 The default of a limit, such as `method.max_prompt_tokens` or `eval.prompts`, is for large models
 and data. Unless the job sets it, it shrinks to the context of the student and of the teachers, and
 to a tenth of the records. The result is a function of the job, the config.json of the student, the
-teachers' infos and the first records, so preflight, preview and training find the same one. The
-first attempt writes it to the run directory, where later attempts read it.
+teachers' infos and the first records, so preflight, preview and training find the same one. An
+attempt writes it to the run directory, and attempts that continue its work read it there.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from clients.data.models.shape import context_of
 from clients.data.object_urls import is_object_url
 from clients.data.outside import read_document
 from clients.data.records import DataSet
-from clients.runs.directory import replace_file
+from clients.runs.directory import RunDirectory, replace_file
 from clients.store.dataset import LogitDataset
 from protos.errors import DistillError, InvalidInput
 
-_FILE = "limits.json"
+LIMITS_FILE = "limits.json"
 # The share of the records that an evaluation, or a step, takes by default.
 _SHARE = 10
 # Of default values: more records than this leave every default as it is.
@@ -98,16 +98,29 @@ def fit_limits(
 
 
 def read_limits(run: Path) -> Limits | None:
-    """Return the limits that an earlier attempt wrote to its run directory; None: there is none."""
+    """Return the limits that an attempt wrote to its run directory; None: there are none."""
     try:
-        return Limits(**read_document(run / _FILE))
+        return Limits(**read_document(run / LIMITS_FILE))
     except (OSError, ValueError, TypeError):
         return None
 
 
+def resumed_limits(config: JobConfig, run: Path) -> Limits | None:
+    """Return the limits of the work that the next attempt of a run continues; None: there is none.
+
+    Training continues from a checkpoint. Without one it begins anew, with limits for what the
+    data and the models are then. A run with checkpoints that an earlier version started has the
+    defaults.
+    """
+    if not isinstance(config, TrainingJob):
+        return read_limits(run)
+    has_checkpoints = bool(RunDirectory(run).checkpoint_steps())
+    return (read_limits(run) or NO_LIMITS) if has_checkpoints else None
+
+
 def write_limits(run: Path, limits: Limits) -> None:
     """Log the limits, and write them to the run directory for later attempts."""
-    replace_file(run / _FILE, json.dumps(vars(limits)) + "\n")
+    replace_file(run / LIMITS_FILE, json.dumps(vars(limits)) + "\n")
     if limits.values:
         log.info("limits that the job does not set: %s", limits)
 

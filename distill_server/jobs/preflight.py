@@ -19,7 +19,7 @@ from clients.config.kinds import AnyJob
 from clients.data.models.shape import logits_in
 from clients.data.tokens.tokenizer import first_difference, tokens_in
 from clients.preflight.files import check_here
-from clients.preflight.limits import fit_limits, read_limits
+from clients.preflight.limits import fit_limits, resumed_limits
 from clients.preflight.rollouts import check_rollouts
 from clients.preflight.teachers import (
     adapter_of,
@@ -203,7 +203,8 @@ class JobPreflight:
     def _compare_with_teachers(
         self, config: AnyJob, run: Path, infos: Mapping[str, TeacherInfo]
     ) -> None:
-        config = (read_limits(run) or fit_limits(config, contexts_of(infos))).apply(config)
+        limits = resumed_limits(config, run) or fit_limits(config, contexts_of(infos))
+        config = limits.apply(config)
         # A store at a URL is read only by the job's program, with the credentials of a trainer.
         if not config.has_remote_store:
             check_teachers(config, infos)

@@ -1,6 +1,7 @@
 """Copies of a run in object storage, from which the run can resume on another machine.
 
     URL/NAME/   job.json                 the resolved job; another job with this name is refused
+                limits.json              the limits that the job does not set
                 metrics.jsonl            at least the steps up to the newest checkpoint
                 checkpoints/step-000050/ as in the run directory; complete once it has manifest.json
                 export/                  the same
@@ -33,7 +34,7 @@ from pydantic import ValidationError
 
 from clients.config.file import named_files, replaced
 from clients.config.kinds import AnyJob, AnyTraining, parse_job
-from clients.preflight.limits import NO_LIMITS, read_limits
+from clients.preflight.limits import LIMITS_FILE, NO_LIMITS, Limits, read_limits
 from clients.runs.best_step import best_step
 from clients.runs.directory import RunDirectory, replace_file
 from clients.runs.identity import first_difference
@@ -82,8 +83,7 @@ class RunCopies:
         progress: Progress,
     ) -> None:
         """Set up the copies, without a request to the storage."""
-        url = config.checkpoint.copy_to
-        self._url = url and f"{url}/{quote(config.name, safe=' =,')}"
+        self._url = _url_of(config)
         self._config = config
         self._run = run
         self._attempt = attempt
@@ -200,8 +200,11 @@ class RunCopies:
         return ObjectFolder(self._url, stopped=lambda: self._is_hurried or is_stop_requested())
 
     def _fetch(self, from_step: int | None) -> None:
-        self._require_same_job()
+        limits = read_limits(self._run.path)
+        _require_same_job(self._folder, self._config, limits or NO_LIMITS)
         self._folder.claim()
+        if limits is not None:
+            self._upload(LIMITS_FILE)
         self._upload("job.json")
         local_steps, remote_steps = self._run.checkpoint_steps(), self._complete_steps()
         for step in sorted({*local_steps, *remote_steps}, reverse=True):
@@ -218,28 +221,6 @@ class RunCopies:
             self._delete(later_step)
         self._copied = set(self._complete_steps())
         self._unread = {*self._run.checkpoint_steps()} - {step}
-
-    def _require_same_job(self) -> None:
-        """Raise InvalidInput if the copies are those of a job with different values."""
-        if (job_text := self._folder.read("job.json")) is None:
-            return
-        try:
-            limits = read_limits(self._run.path) or NO_LIMITS
-            stored_values = _comparable_values(limits.apply(parse_job(job_text)))
-        except ValidationError as error:
-            raise WrongState(
-                f"{self._url} has copies of another job, and this version of distill-service"
-                f" cannot read their job.json",
-                hint="set checkpoint.copy_to to another URL, or use the version that wrote the"
-                " copies",
-            ) from error
-        if difference := first_difference(stored_values, _comparable_values(self._config)):
-            key, stored_value, own_value = difference
-            raise InvalidInput(
-                f"{self._url} has the copies of a job with another {key}:"
-                f" {stored_value!r}, not {own_value!r}",
-                hint="change checkpoint.copy_to or the name of the job, or use the same values",
-            )
 
     def _fetch_checkpoint(self, step: int) -> bool:
         """Fetch a checkpoint and the metrics up to its step. If the copy is damaged, delete it.
@@ -372,6 +353,55 @@ class RunCopies:
         self._delete_manifest(place)
         self._folder.delete_folder(place)
         self._copied.discard(step)
+
+
+def copied_limits(config: AnyTraining, progress: Progress) -> Limits | None:
+    """Return the limits of the copied run; None if `checkpoint.copy_to` has no copies of the job.
+
+    Raises as `RunCopies.fetch`. Not collective.
+    """
+    url = _url_of(config)
+    assert url is not None
+    progress.say(f"asking the storage {url}", 0)
+    try:
+        folder = ObjectFolder(url, stopped=progress.stop_asked)
+        text = folder.read(LIMITS_FILE)
+        limits = NO_LIMITS if text is None else Limits(**json.loads(text))
+        return limits if _require_same_job(folder, config, limits) else None
+    except (DistillError, OSError) as error:
+        if isinstance(error, Unavailable) and progress.stop_asked():
+            raise Cancelled(str(error)) from error
+        raise _as_distill_error(error) from error
+
+
+def _url_of(config: AnyTraining) -> str | None:
+    url = config.checkpoint.copy_to
+    return url and f"{url}/{quote(config.name, safe=' =,')}"
+
+
+def _require_same_job(folder: ObjectFolder, config: AnyTraining, limits: Limits) -> bool:
+    """Return whether `folder` has copies; raise InvalidInput if a job with other values made them.
+
+    `limits`: already applied to `config`, or not yet.
+    """
+    if (job_text := folder.read("job.json")) is None:
+        return False
+    try:
+        stored_values = _comparable_values(limits.apply(parse_job(job_text)))
+    except ValidationError as error:
+        raise WrongState(
+            f"{folder.name} has copies of another job, and this version of distill-service"
+            f" cannot read their job.json",
+            hint="set checkpoint.copy_to to another URL, or use the version that wrote the copies",
+        ) from error
+    if difference := first_difference(stored_values, _comparable_values(limits.apply(config))):
+        key, stored_value, own_value = difference
+        raise InvalidInput(
+            f"{folder.name} has the copies of a job with another {key}:"
+            f" {stored_value!r}, not {own_value!r}",
+            hint="change checkpoint.copy_to or the name of the job, or use the same values",
+        )
+    return True
 
 
 def _comparable_values(config: AnyJob) -> Mapping[str, Any]:

@@ -78,10 +78,10 @@ def assert_same(run: RunDirectory, undisturbed: RunDirectory) -> None:
 def failpoint_in_second_copy(run: RunDirectory) -> str:
     """Return a failpoint that kills at the third file after the first checkpoint is complete.
 
-    Earlier files are job.json, the files of the checkpoint and the metrics.
+    Earlier files are limits.json, job.json, the files of the checkpoint and the metrics.
     """
     newest = run.checkpoint(run.checkpoint_steps()[-1])
-    return f"object-sent:kill:{sum(path.is_file() for path in newest.rglob('*')) + 5}"
+    return f"object-sent:kill:{sum(path.is_file() for path in newest.rglob('*')) + 6}"
 
 
 def assert_copied(storage: S3Server, place: str, run: RunDirectory) -> None:

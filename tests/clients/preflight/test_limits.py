@@ -12,12 +12,14 @@ import pytest
 from clients.config.kinds import AnyJob, parse_job
 from clients.data.models.shape import context_of
 from clients.preflight.limits import (
+    NO_LIMITS,
     Limits,
     check_lengths,
     check_room,
     fit_limits,
     is_set,
     read_limits,
+    resumed_limits,
     write_limits,
 )
 from protos.errors import InvalidInput
@@ -137,6 +139,18 @@ def test_a_resumed_run_keeps_its_limits(tmp_path: Path) -> None:
         "train.prompts_per_step": 6,
     }
     assert str(resumed).startswith("method.max_prompt_tokens = 150 (the teacher reads 300 tokens);")
+
+
+def test_a_run_without_a_checkpoint_gets_new_limits(tmp_path: Path) -> None:
+    """Its data may have been mended since; an evaluation continues the answers on disk."""
+    job, stored = make_job(tmp_path, "on_policy", records=64), Limits({"eval.prompts": 6})
+    write_limits(tmp_path, stored)
+    assert resumed_limits(job, tmp_path) is None
+    assert resumed_limits(make_job(tmp_path, "eval"), tmp_path) == stored
+    (tmp_path / "checkpoints" / "step-000050").mkdir(parents=True)
+    assert resumed_limits(job, tmp_path) == stored
+    (tmp_path / "limits.json").unlink()
+    assert resumed_limits(job, tmp_path) == NO_LIMITS, "an earlier version started it"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 from accelerate import Accelerator
 
 from clients.config.sft import SFTJob
+from clients.preflight.limits import NO_LIMITS, Limits, write_limits
 from clients.runs.directory import RunDirectory, Verdict
 from clients.runs.progress import Progress, run_to_verdict
 from clients.store.objects import ObjectFolder
@@ -24,7 +25,7 @@ from student_trainer.checkpoints.atomic_directory import (
     read_manifest,
     write_atomically,
 )
-from student_trainer.checkpoints.copies import RunCopies
+from student_trainer.checkpoints.copies import RunCopies, copied_limits
 
 pytest.importorskip("moto")
 from tests.object_storage import BUCKET, S3Server, prefix, server
@@ -387,6 +388,33 @@ def test_another_job_is_refused(server: S3Server, prefix: str, tmp_path: Path) -
         changed_machine.copies.close()
         assert not changed_machine.run.checkpoint_steps()
     first.copies.close()
+
+
+def test_the_limits_of_the_first_machine_are_those_of_the_next(
+    server: S3Server, prefix: str, tmp_path: Path
+) -> None:
+    """Its data may have grown, or its teacher may read more."""
+    config, reasons = job(prefix), {"train.prompts_per_step": "the data has 64 records"}
+    progress = Progress(
+        RunDirectory.create(tmp_path / "next", config),
+        attempt=1,
+        max_steps=9,
+        main=True,
+        terminated=lambda: False,
+    )
+    assert copied_limits(config, progress) is None
+    first = Machine(tmp_path / "first", config)
+    first.copies.fetch(None)
+    assert copied_limits(config, progress) == NO_LIMITS, "an earlier version made the copies"
+    write_limits(first.run.path, Limits({"train.prompts_per_step": 6}, reasons))
+    first.copies.fetch(None)
+    first.copies.close()
+    limits = copied_limits(config, progress)
+    assert limits == Limits({"train.prompts_per_step": 6}, reasons)
+    same_job = job(prefix, train={"prompts_per_step": 6})
+    assert copied_limits(same_job, progress) == limits
+    with pytest.raises(InvalidInput, match=r"another train\.prompts_per_step: 6, not 7"):
+        copied_limits(job(prefix, train={"prompts_per_step": 7}), progress)
 
 
 def test_refused_with_the_key(server: S3Server, prefix: str, tmp_path: Path) -> None:
