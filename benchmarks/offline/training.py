@@ -10,6 +10,7 @@ import json
 import math
 import statistics
 import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -71,6 +72,7 @@ class Examiner:
             self._texts.append((ids, entry.start))
         self._texts.sort(key=lambda text: len(text[0]))
         self._teacher = load_model(StudentConfig(model=str(teacher))).eval()
+        self._loading = threading.Lock()
 
     @property
     def tokens(self) -> int:
@@ -79,7 +81,8 @@ class Examiner:
     @torch.inference_mode()
     def __call__(self, model: Path) -> dict[str, float]:
         """Return {kl, perplexity} of a student: KL in nats per token."""
-        student = load_model(StudentConfig(model=str(model))).eval()
+        with self._loading:  # transformers patches a class of its own while it loads a model
+            student = load_model(StudentConfig(model=str(model))).eval()
         kl = log_prob = 0.0
         for first in range(0, len(self._texts), 8):
             texts = self._texts[first : first + 8]

@@ -102,7 +102,9 @@ def _keeps_rope(text: Mapping[str, Any], old_keys: Mapping[str, Any]) -> bool:
         config = config_class.from_dict(copy.deepcopy(finite | dict(old_keys)))
     except (KeyError, ValueError, TypeError, AttributeError):
         return False
-    return bool(config.rope_parameters == expected)
+    # `type` is the name that version 4 has for rope_type; version 5 keeps both.
+    parameters = {key: value for key, value in config.rope_parameters.items() if key != "type"}
+    return bool(parameters == expected)
 
 
 def _old_rope_keys(rope_parameters: Mapping[str, Any], model_type: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ def test_stages_of_fixed_length_overlap(tmp_path: Path) -> None:
     assert shares["1"] > 1.2 * shares["0"], "on a machine with other work, too"
 
 
+@pytest.mark.timeout(900)  # six jobs and services, a minute on an idle machine
 def test_whole_jobs(tmp_path: Path) -> None:
     out = tmp_path / "ahead.json"
     rollouts_ahead.main(["--quick", "--out", str(out)])

@@ -176,6 +176,21 @@ def test_the_names_of_both_versions(tmp_path: Path) -> None:
         assert (path / "tokenizer.json").read_bytes() == (student / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("name", "theta", "scaling"),
+    [
+        ("phi3", 100.0, {"type": "longrope", "short_factor": [1.5] * 8, "long_factor": [4.0] * 8}),
+        ("gemma3", 90.0, {"rope_type": "linear", "factor": 3.0}),
+    ],
+)
+def test_rotary_embeddings_by_the_names_of_version_4(
+    name: str, theta: float, scaling: dict[str, Any], tmp_path: Path
+) -> None:
+    path = export(save_student(tmp_path / "student", *TYPES[name]), tmp_path / "export")
+    config = json.loads((path / "config.json").read_text())
+    assert (config["rope_theta"], config["rope_scaling"]) == (theta, scaling)
+
+
 def test_every_small_file_of_the_student_is_carried_over(tmp_path: Path) -> None:
     student = save_student(tmp_path / "student", *TYPES["qwen3"])
     (student / "additional_chat_templates").mkdir()
