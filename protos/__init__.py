@@ -1,7 +1,7 @@
-"""What all programs share.
+"""Code that all programs share.
 
-The contract between them: messages, the row codec, errors, transport, access. And what services
-need beside it: options, logging, metrics pages, an HTTP server, the processes of vLLM.
+This is the contract between programs (messages, the row codec, errors, transport, access), and the
+common parts of services (options, logging, metrics pages, an HTTP server, the processes of vLLM).
 """
 
 import os

@@ -123,7 +123,7 @@ class Job(_message.Message):
     step: _builtins.int
     max_steps: _builtins.int
     created_at: _builtins.float
-    """Unix seconds; 0 if it has not happened yet."""
+    """Unix seconds; 0 if the event has not happened yet."""
     started_at: _builtins.float
     ended_at: _builtins.float
     config_json: _builtins.str
@@ -131,9 +131,9 @@ class Job(_message.Message):
     last_seq: _builtins.int
     """seq of the newest event"""
     pinned: _builtins.bool
-    """it is not removed"""
+    """a pinned job is not removed"""
     owner: _builtins.str
-    """of the token that submitted it; empty if the token has none"""
+    """of the token that submitted the job; empty if the token has no owner"""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """of the newest step"""
@@ -144,7 +144,7 @@ class Job(_message.Message):
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """of its configuration"""
+        """of the job's configuration"""
 
     def __init__(
         self,
@@ -271,7 +271,7 @@ class SubmitJobsResponse(_message.Message):
     JOBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Job]:
-        """in the order of the request; none if check_only"""
+        """in the order of the request; empty if check_only"""
 
     def __init__(
         self,
@@ -341,14 +341,14 @@ class ListJobsRequest(_message.Message):
     limit: _builtins.int
     """0: the server's page size"""
     before_id: _builtins.str
-    """page cursor: only jobs older than this one"""
+    """page cursor: only jobs older than this job"""
     owner: _builtins.str
     """empty: jobs of all owners"""
     mine: _builtins.bool
     """only jobs of the owner of the caller's token"""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """only jobs that have all of these"""
+        """only jobs that have all of these labels"""
 
     def __init__(
         self,
@@ -446,7 +446,7 @@ class JobEvent(_message.Message):
     MAX_STEPS_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
-    """per job, from 1; old events of a long job are thinned, which leaves gaps"""
+    """per job, from 1; some old events of a long job are deleted, which leaves gaps"""
     time: _builtins.float
     """Unix seconds"""
     state: Global___JobState.ValueType
@@ -523,7 +523,7 @@ class LogChunk(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
     next_offset: _builtins.int
-    """after_offset of the request that continues behind this chunk"""
+    """after_offset of a request that continues after this chunk"""
     attempt: _builtins.int
     def __init__(
         self,
@@ -684,28 +684,28 @@ class StartedTeacher(_message.Message):
     QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     ACTIVE_STREAMS_FIELD_NUMBER: _builtins.int
     key: _builtins.str
-    """names its directory in the server's .teachers"""
+    """the name of the teacher's directory in the server's .teachers"""
     model: _builtins.str
     engine: _builtins.str
     state: _builtins.str
-    """LOADING, READY, RESTING (it died and starts again), STOPPING or FAILED"""
+    """LOADING, READY, RESTING (the teacher died and will restart), STOPPING or FAILED"""
     address: _builtins.str
-    """HOST:PORT on the server's machine; empty before it listens"""
+    """HOST:PORT on the server's machine; empty before the teacher listens"""
     since: _builtins.float
-    """Unix seconds of its newest start"""
+    """Unix seconds of the newest start"""
     attempt: _builtins.int
-    """number of its newest start, from 1"""
+    """number of the newest start, from 1"""
     reason: _builtins.str
-    """why it ended last"""
+    """why the teacher ended last"""
     queued_tokens: _builtins.int
-    """Of a teacher that answers; else 0.
+    """The two following numbers are 0 if the teacher does not answer.
     of requests that wait for the model
     """
     active_streams: _builtins.int
-    """of its callers"""
+    """of clients"""
     @_builtins.property
     def jobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """ids of the active jobs that use it"""
+        """ids of the active jobs that use the teacher"""
 
     @_builtins.property
     def gpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
@@ -740,7 +740,7 @@ class BeginUploadRequest(_message.Message):
     FILES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___UploadFile]:
-        """all files of one file or directory that a job names"""
+        """the file that a job names, or all files of the directory that a job names"""
 
     def __init__(
         self,

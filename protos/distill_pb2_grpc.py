@@ -121,14 +121,14 @@ class DistillServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CheckJob(self, request, context):
-        """Fails with the same error as SubmitJob would, but queues no job.
+        """Checks a job. Fails with the error that SubmitJob would return, and queues no job.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SubmitJobs(self, request, context):
-        """Queues all of the jobs in one transaction, or none. A job may come after one before it in the list, by its name.
+        """Queues all of the jobs in one transaction, or none. A job may depend, by name, on a job before it in the list.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -173,35 +173,37 @@ class DistillServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RemoveJob(self, request, context):
-        """Removes a job that has ended, with its events; its files are deleted after the reply. Returns the job as it was.
+        """Removes a job that has ended, with its events; its files are deleted after the reply. Returns the removed job.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PinJob(self, request, context):
-        """A pinned job is not removed, by nobody.
+        """Pins or unpins a job. A pinned job is never removed, neither by a user nor by the server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListTeachers(self, request, context):
-        """The teachers that the server runs for jobs with `teacher.model`.
+        """Returns the teachers that the server runs for jobs with `teacher.model`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def BeginUpload(self, request, context):
-        """Says which bytes of some files the server lacks. Once it has them all, keeps them at a path that jobs can name.
+        """Returns the bytes of the files that the server does not have yet. When the server has all files, it stores the
+        files at a path that jobs can name, and returns the path.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SendFiles(self, request_iterator, context):
-        """Receives files one after the other, each from the byte that BeginUpload named to its end. What has arrived is kept.
+        """Receives files one after the other, each from the byte that BeginUpload returned to its end. If the call breaks,
+        the received bytes are kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

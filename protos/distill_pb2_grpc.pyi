@@ -33,9 +33,9 @@ class DistillStub:
     def __new__(cls, channel: _aio.Channel) -> DistillAsyncStub: ...
     SubmitJob: _grpc.UnaryUnaryMultiCallable[_distill_pb2.SubmitJobRequest, _distill_pb2.Job]
     CheckJob: _grpc.UnaryUnaryMultiCallable[_distill_pb2.CheckJobRequest, _distill_pb2.CheckJobResponse]
-    """Fails with the same error as SubmitJob would, but queues no job."""
+    """Checks a job. Fails with the error that SubmitJob would return, and queues no job."""
     SubmitJobs: _grpc.UnaryUnaryMultiCallable[_distill_pb2.SubmitJobsRequest, _distill_pb2.SubmitJobsResponse]
-    """Queues all of the jobs in one transaction, or none. A job may come after one before it in the list, by its name."""
+    """Queues all of the jobs in one transaction, or none. A job may depend, by name, on a job before it in the list."""
     GetJob: _grpc.UnaryUnaryMultiCallable[_distill_pb2.GetJobRequest, _distill_pb2.Job]
     ListJobs: _grpc.UnaryUnaryMultiCallable[_distill_pb2.ListJobsRequest, _distill_pb2.ListJobsResponse]
     WatchJob: _grpc.UnaryStreamMultiCallable[_distill_pb2.WatchJobRequest, _distill_pb2.JobEvent]
@@ -45,15 +45,19 @@ class DistillStub:
     CancelJob: _grpc.UnaryUnaryMultiCallable[_distill_pb2.CancelJobRequest, _distill_pb2.Job]
     ResumeJob: _grpc.UnaryUnaryMultiCallable[_distill_pb2.ResumeJobRequest, _distill_pb2.Job]
     RemoveJob: _grpc.UnaryUnaryMultiCallable[_distill_pb2.RemoveJobRequest, _distill_pb2.Job]
-    """Removes a job that has ended, with its events; its files are deleted after the reply. Returns the job as it was."""
+    """Removes a job that has ended, with its events; its files are deleted after the reply. Returns the removed job."""
     PinJob: _grpc.UnaryUnaryMultiCallable[_distill_pb2.PinJobRequest, _distill_pb2.Job]
-    """A pinned job is not removed, by nobody."""
+    """Pins or unpins a job. A pinned job is never removed, neither by a user nor by the server."""
     ListTeachers: _grpc.UnaryUnaryMultiCallable[_distill_pb2.ListTeachersRequest, _distill_pb2.ListTeachersResponse]
-    """The teachers that the server runs for jobs with `teacher.model`."""
+    """Returns the teachers that the server runs for jobs with `teacher.model`."""
     BeginUpload: _grpc.UnaryUnaryMultiCallable[_distill_pb2.BeginUploadRequest, _distill_pb2.BeginUploadResponse]
-    """Says which bytes of some files the server lacks. Once it has them all, keeps them at a path that jobs can name."""
+    """Returns the bytes of the files that the server does not have yet. When the server has all files, it stores the
+    files at a path that jobs can name, and returns the path.
+    """
     SendFiles: _grpc.StreamUnaryMultiCallable[_distill_pb2.FilePart, _distill_pb2.SendFilesResponse]
-    """Receives files one after the other, each from the byte that BeginUpload named to its end. What has arrived is kept."""
+    """Receives files one after the other, each from the byte that BeginUpload returned to its end. If the call breaks,
+    the received bytes are kept.
+    """
     GetArtifact: _grpc.UnaryStreamMultiCallable[_distill_pb2.GetArtifactRequest, _distill_pb2.ArtifactChunk]
     """Sends files of a job: its export (a Hugging Face directory, or the store of a capture), a checkpoint, or its notes."""
 
@@ -62,9 +66,9 @@ class DistillAsyncStub(DistillStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     SubmitJob: _aio.UnaryUnaryMultiCallable[_distill_pb2.SubmitJobRequest, _distill_pb2.Job]  # type: ignore[assignment]
     CheckJob: _aio.UnaryUnaryMultiCallable[_distill_pb2.CheckJobRequest, _distill_pb2.CheckJobResponse]  # type: ignore[assignment]
-    """Fails with the same error as SubmitJob would, but queues no job."""
+    """Checks a job. Fails with the error that SubmitJob would return, and queues no job."""
     SubmitJobs: _aio.UnaryUnaryMultiCallable[_distill_pb2.SubmitJobsRequest, _distill_pb2.SubmitJobsResponse]  # type: ignore[assignment]
-    """Queues all of the jobs in one transaction, or none. A job may come after one before it in the list, by its name."""
+    """Queues all of the jobs in one transaction, or none. A job may depend, by name, on a job before it in the list."""
     GetJob: _aio.UnaryUnaryMultiCallable[_distill_pb2.GetJobRequest, _distill_pb2.Job]  # type: ignore[assignment]
     ListJobs: _aio.UnaryUnaryMultiCallable[_distill_pb2.ListJobsRequest, _distill_pb2.ListJobsResponse]  # type: ignore[assignment]
     WatchJob: _aio.UnaryStreamMultiCallable[_distill_pb2.WatchJobRequest, _distill_pb2.JobEvent]  # type: ignore[assignment]
@@ -74,15 +78,19 @@ class DistillAsyncStub(DistillStub):
     CancelJob: _aio.UnaryUnaryMultiCallable[_distill_pb2.CancelJobRequest, _distill_pb2.Job]  # type: ignore[assignment]
     ResumeJob: _aio.UnaryUnaryMultiCallable[_distill_pb2.ResumeJobRequest, _distill_pb2.Job]  # type: ignore[assignment]
     RemoveJob: _aio.UnaryUnaryMultiCallable[_distill_pb2.RemoveJobRequest, _distill_pb2.Job]  # type: ignore[assignment]
-    """Removes a job that has ended, with its events; its files are deleted after the reply. Returns the job as it was."""
+    """Removes a job that has ended, with its events; its files are deleted after the reply. Returns the removed job."""
     PinJob: _aio.UnaryUnaryMultiCallable[_distill_pb2.PinJobRequest, _distill_pb2.Job]  # type: ignore[assignment]
-    """A pinned job is not removed, by nobody."""
+    """Pins or unpins a job. A pinned job is never removed, neither by a user nor by the server."""
     ListTeachers: _aio.UnaryUnaryMultiCallable[_distill_pb2.ListTeachersRequest, _distill_pb2.ListTeachersResponse]  # type: ignore[assignment]
-    """The teachers that the server runs for jobs with `teacher.model`."""
+    """Returns the teachers that the server runs for jobs with `teacher.model`."""
     BeginUpload: _aio.UnaryUnaryMultiCallable[_distill_pb2.BeginUploadRequest, _distill_pb2.BeginUploadResponse]  # type: ignore[assignment]
-    """Says which bytes of some files the server lacks. Once it has them all, keeps them at a path that jobs can name."""
+    """Returns the bytes of the files that the server does not have yet. When the server has all files, it stores the
+    files at a path that jobs can name, and returns the path.
+    """
     SendFiles: _aio.StreamUnaryMultiCallable[_distill_pb2.FilePart, _distill_pb2.SendFilesResponse]  # type: ignore[assignment]
-    """Receives files one after the other, each from the byte that BeginUpload named to its end. What has arrived is kept."""
+    """Receives files one after the other, each from the byte that BeginUpload returned to its end. If the call breaks,
+    the received bytes are kept.
+    """
     GetArtifact: _aio.UnaryStreamMultiCallable[_distill_pb2.GetArtifactRequest, _distill_pb2.ArtifactChunk]  # type: ignore[assignment]
     """Sends files of a job: its export (a Hugging Face directory, or the store of a capture), a checkpoint, or its notes."""
 
@@ -100,7 +108,7 @@ class DistillServicer(metaclass=_abc_1.ABCMeta):
         request: _distill_pb2.CheckJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_distill_pb2.CheckJobResponse, _abc.Awaitable[_distill_pb2.CheckJobResponse]]:
-        """Fails with the same error as SubmitJob would, but queues no job."""
+        """Checks a job. Fails with the error that SubmitJob would return, and queues no job."""
 
     @_abc_1.abstractmethod
     def SubmitJobs(
@@ -108,7 +116,7 @@ class DistillServicer(metaclass=_abc_1.ABCMeta):
         request: _distill_pb2.SubmitJobsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_distill_pb2.SubmitJobsResponse, _abc.Awaitable[_distill_pb2.SubmitJobsResponse]]:
-        """Queues all of the jobs in one transaction, or none. A job may come after one before it in the list, by its name."""
+        """Queues all of the jobs in one transaction, or none. A job may depend, by name, on a job before it in the list."""
 
     @_abc_1.abstractmethod
     def GetJob(
@@ -160,7 +168,7 @@ class DistillServicer(metaclass=_abc_1.ABCMeta):
         request: _distill_pb2.RemoveJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_distill_pb2.Job, _abc.Awaitable[_distill_pb2.Job]]:
-        """Removes a job that has ended, with its events; its files are deleted after the reply. Returns the job as it was."""
+        """Removes a job that has ended, with its events; its files are deleted after the reply. Returns the removed job."""
 
     @_abc_1.abstractmethod
     def PinJob(
@@ -168,7 +176,7 @@ class DistillServicer(metaclass=_abc_1.ABCMeta):
         request: _distill_pb2.PinJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_distill_pb2.Job, _abc.Awaitable[_distill_pb2.Job]]:
-        """A pinned job is not removed, by nobody."""
+        """Pins or unpins a job. A pinned job is never removed, neither by a user nor by the server."""
 
     @_abc_1.abstractmethod
     def ListTeachers(
@@ -176,7 +184,7 @@ class DistillServicer(metaclass=_abc_1.ABCMeta):
         request: _distill_pb2.ListTeachersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_distill_pb2.ListTeachersResponse, _abc.Awaitable[_distill_pb2.ListTeachersResponse]]:
-        """The teachers that the server runs for jobs with `teacher.model`."""
+        """Returns the teachers that the server runs for jobs with `teacher.model`."""
 
     @_abc_1.abstractmethod
     def BeginUpload(
@@ -184,7 +192,9 @@ class DistillServicer(metaclass=_abc_1.ABCMeta):
         request: _distill_pb2.BeginUploadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_distill_pb2.BeginUploadResponse, _abc.Awaitable[_distill_pb2.BeginUploadResponse]]:
-        """Says which bytes of some files the server lacks. Once it has them all, keeps them at a path that jobs can name."""
+        """Returns the bytes of the files that the server does not have yet. When the server has all files, it stores the
+        files at a path that jobs can name, and returns the path.
+        """
 
     @_abc_1.abstractmethod
     def SendFiles(
@@ -192,7 +202,9 @@ class DistillServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_distill_pb2.FilePart],
         context: _ServicerContext,
     ) -> _typing.Union[_distill_pb2.SendFilesResponse, _abc.Awaitable[_distill_pb2.SendFilesResponse]]:
-        """Receives files one after the other, each from the byte that BeginUpload named to its end. What has arrived is kept."""
+        """Receives files one after the other, each from the byte that BeginUpload returned to its end. If the call breaks,
+        the received bytes are kept.
+        """
 
     @_abc_1.abstractmethod
     def GetArtifact(

@@ -127,7 +127,7 @@ class TimedOut(DistillError, TimeoutError):
 
 
 class Corrupt(DistillError, ValueError):
-    """Bytes do not match their checksum, or values are impossible. None of the data was used."""
+    """Bytes do not match their checksum, or values are impossible. The data was not used."""
 
     code = ErrorCode.DATA_LOSS
     exit_code = ExitCode.JOB_FAILED

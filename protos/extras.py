@@ -43,8 +43,8 @@ def install_command(extra: str) -> str:
     """Return the pip command that installs `extra`.
 
     The command names the checkout or wheel file that this package was installed from, with `-e` if
-    the checkout is installed in editable mode. If that is unknown, it names the packages of the
-    extra. The command starts with the pip of this Python's environment.
+    the checkout is installed in editable mode. If the source is unknown, the command names the
+    packages of the extra. The command starts with the pip of this Python's environment.
     """
     source = _install_source()
     if source is not None:
@@ -59,8 +59,8 @@ def require_extra(
 ) -> None:
     """Raise InvalidInput if a package of `extra` is not installed.
 
-    `purpose` is the subject of the message, such as "training"; `field` is the key that needs it.
-    `only` names the packages that are needed, if not all of the extra are.
+    `purpose` is the subject of the message, such as "training". `field` is the key that needs the
+    extra. `only` has the names of the needed packages, if not all packages of the extra are needed.
     """
     missing = [name for name in missing_packages(extra) if only is None or name in only]
     if missing:
@@ -104,7 +104,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _pip_command() -> str:
-    """Return "pip" if that is the pip of this Python, else its full path."""
+    """Return "pip" if this is the pip of this Python, else the full path of this Python's pip."""
     own_pip = Path(sys.executable).with_name("pip")
     pip_on_path = shutil.which("pip")
     return (
@@ -117,7 +117,7 @@ def _pip_command() -> str:
 def _install_source() -> tuple[str, bool] | None:
     """Return where the package was installed from (PEP 610), and whether it is editable.
 
-    The place is a checkout or a wheel file. Returns None if it is unknown or does not exist.
+    The source is a checkout or a wheel file. Returns None if the source is unknown or missing.
     """
     try:
         text = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")

@@ -28,22 +28,22 @@ class _InFlightEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_InFlight.Val
     IN_FLIGHT_UNSPECIFIED: _InFlight.ValueType  # 0
     """refused"""
     IN_FLIGHT_DRAIN: _InFlight.ValueType  # 1
-    """load when no older order runs: each sequence is of one version"""
+    """load when no older order runs, so that each sequence is of one version"""
     IN_FLIGHT_RECOMPUTE: _InFlight.ValueType  # 2
-    """load at once; running sequences go on, their KV cache is computed again"""
+    """load at once; running sequences continue after their KV cache is computed again"""
     IN_FLIGHT_KEEP: _InFlight.ValueType  # 3
-    """load at once; running sequences go on with the KV cache of the older weights"""
+    """load at once; running sequences continue with the KV cache of the older weights"""
 
 class InFlight(_InFlight, metaclass=_InFlightEnumTypeWrapper): ...
 
 IN_FLIGHT_UNSPECIFIED: InFlight.ValueType  # 0
 """refused"""
 IN_FLIGHT_DRAIN: InFlight.ValueType  # 1
-"""load when no older order runs: each sequence is of one version"""
+"""load when no older order runs, so that each sequence is of one version"""
 IN_FLIGHT_RECOMPUTE: InFlight.ValueType  # 2
-"""load at once; running sequences go on, their KV cache is computed again"""
+"""load at once; running sequences continue after their KV cache is computed again"""
 IN_FLIGHT_KEEP: InFlight.ValueType  # 3
-"""load at once; running sequences go on with the KV cache of the older weights"""
+"""load at once; running sequences continue with the KV cache of the older weights"""
 Global___InFlight: _TypeAlias = InFlight  # noqa: Y015
 
 @_typing.final
@@ -84,7 +84,7 @@ class RolloutInfo(_message.Message):
     model: _builtins.str
     vocab_size: _builtins.int
     max_length: _builtins.int
-    """most tokens of one sequence; 0: no limit"""
+    """maximum number of tokens of a sequence; 0: no limit"""
     dtype: _builtins.str
     device: _builtins.str
     running_orders: _builtins.int
@@ -94,10 +94,10 @@ class RolloutInfo(_message.Message):
     weight_loads: _builtins.int
     """since the start"""
     lora_rank: _builtins.int
-    """of the adapters that snapshots have; 0: they have all weights"""
+    """of the adapters in the snapshots; 0: snapshots have all weights"""
     protocol: _builtins.int
-    """Of the messages, the snapshots and the tokens that a seed and a rollout number give. Trainer and service must
-    agree; see protos/rpc/transport.py.
+    """Version of the messages, of the snapshots, and of the tokens that follow from a seed and a rollout number. Trainer
+    and service must agree; see protos/rpc/transport.py.
     """
     sleeps: _builtins.bool
     """the service was started to free its memory when `Sleep` is called"""
@@ -205,7 +205,7 @@ class WeightsVersion(_message.Message):
     in_flight: Global___InFlight.ValueType
     job: _builtins.str
     """The run directory of the trainer, and the number of its attempt. After an order of a later attempt, the service
-    refuses those of earlier ones. Empty: not compared.
+    refuses orders of earlier attempts. Empty: not compared.
     """
     attempt: _builtins.int
     def __init__(
@@ -251,13 +251,13 @@ class OrderHeader(_message.Message):
     """take the most likely token; `seed` is not used"""
     seed: _builtins.int
     stream_tokens: _builtins.int
-    """random numbers of a rollout"""
+    """number of random numbers of a rollout"""
     batch_tokens: _builtins.int
-    """hf: tokens of a batch at most, with padding"""
+    """hf: maximum number of tokens of a batch, including padding"""
     sequences: _builtins.int
     """number of sequences that follow"""
     vocab_size: _builtins.int
-    """sample from the first vocab_size logits; 0: from all"""
+    """sample from the first vocab_size logits; 0: from all logits"""
     @_builtins.property
     def weights(self) -> Global___WeightsVersion: ...
     @_builtins.property
@@ -266,7 +266,7 @@ class OrderHeader(_message.Message):
 
     @_builtins.property
     def end_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """tokens that end a sequence; empty: those of the service's model"""
+        """tokens that end a sequence; empty: the end tokens of the service's model"""
 
     def __init__(
         self,
@@ -303,11 +303,11 @@ class SequenceRequest(_message.Message):
     token_ids: _builtins.bytes
     """tokens to continue, little-endian int32"""
     number: _builtins.int
-    """rollout number; with the seed it fixes the random numbers"""
+    """rollout number; the seed and this number determine the random numbers"""
     limit: _builtins.int
-    """most tokens to sample"""
+    """maximum number of tokens to sample"""
     used: _builtins.int
-    """random numbers of the rollout that earlier turns have used"""
+    """number of the rollout's random numbers that earlier turns have used"""
     def __init__(
         self,
         *,
@@ -389,7 +389,7 @@ Global___SampledPart: _TypeAlias = SampledPart  # noqa: Y015
 
 @_typing.final
 class VersionSpan(_message.Message):
-    """So many tokens in a row were sampled with this version of the weights."""
+    """This number of consecutive tokens was sampled with this version of the weights."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -63,7 +63,7 @@ class RolloutsServicer(object):
     def Sample(self, request_iterator, context):
         """Samples the sequences of one order. The client sends the header, then every sequence, then half-closes. The
         service sends its initial metadata as soon as the order is complete and admitted, and each sampled sequence as soon
-        as it is finished, in any order. An error ends the call; a call that the client cancels ends the sampling.
+        as the sequence is finished, in any order. An error ends the call. If the client cancels the call, sampling ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,7 +35,7 @@ class RolloutsStub:
     Sample: _grpc.StreamStreamMultiCallable[_rollouts_pb2.OrderPart, _rollouts_pb2.SampledPart]
     """Samples the sequences of one order. The client sends the header, then every sequence, then half-closes. The
     service sends its initial metadata as soon as the order is complete and admitted, and each sampled sequence as soon
-    as it is finished, in any order. An error ends the call; a call that the client cancels ends the sampling.
+    as the sequence is finished, in any order. An error ends the call. If the client cancels the call, sampling ends.
     """
     Sleep: _grpc.UnaryUnaryMultiCallable[_rollouts_pb2.SleepRequest, _rollouts_pb2.SleepReply]
     """Frees the memory of the GPU until the next order, unless an order runs or waits."""
@@ -47,7 +47,7 @@ class RolloutsAsyncStub(RolloutsStub):
     Sample: _aio.StreamStreamMultiCallable[_rollouts_pb2.OrderPart, _rollouts_pb2.SampledPart]  # type: ignore[assignment]
     """Samples the sequences of one order. The client sends the header, then every sequence, then half-closes. The
     service sends its initial metadata as soon as the order is complete and admitted, and each sampled sequence as soon
-    as it is finished, in any order. An error ends the call; a call that the client cancels ends the sampling.
+    as the sequence is finished, in any order. An error ends the call. If the client cancels the call, sampling ends.
     """
     Sleep: _aio.UnaryUnaryMultiCallable[_rollouts_pb2.SleepRequest, _rollouts_pb2.SleepReply]  # type: ignore[assignment]
     """Frees the memory of the GPU until the next order, unless an order runs or waits."""
@@ -68,7 +68,7 @@ class RolloutsServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_rollouts_pb2.SampledPart], _abc.AsyncIterator[_rollouts_pb2.SampledPart]]:
         """Samples the sequences of one order. The client sends the header, then every sequence, then half-closes. The
         service sends its initial metadata as soon as the order is complete and admitted, and each sampled sequence as soon
-        as it is finished, in any order. An error ends the call; a call that the client cancels ends the sampling.
+        as the sequence is finished, in any order. An error ends the call. If the client cancels the call, sampling ends.
         """
 
     @_abc_1.abstractmethod

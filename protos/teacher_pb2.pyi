@@ -109,25 +109,27 @@ class TeacherInfo(_message.Message):
     """width of the logits"""
     max_top_k: _builtins.int
     max_length: _builtins.int
-    """most tokens of one sequence"""
+    """maximum number of tokens of a sequence"""
     dtype: _builtins.str
     engine: _builtins.str
     batch_invariant: _builtins.bool
     """True if the rows of a sequence do not depend on the other sequences in its batch."""
     max_tail_samples: _builtins.int
     max_request_bytes: _builtins.int
-    """Most bytes of one request, in however many messages; 0: it must fit into one message of 4 MiB."""
+    """Maximum number of bytes of a request, in all its messages; 0: a request must fit into one message of 4 MiB."""
     max_tail_draws: _builtins.int
-    """most draw_ids per row; 0: this teacher knows none"""
+    """maximum number of draw_ids per row; 0: this teacher does not support draw_ids"""
     max_chosen_ids: _builtins.int
-    """Most head_ids and draw_ids of a row together, if the rows come from somebody else's server. Absent: no limit."""
+    """Maximum number of head_ids and draw_ids of a row together, if the rows come from a third-party server. Absent: no
+    limit.
+    """
     only_temperature_one: _builtins.bool
     takes_vocab_size: _builtins.bool
     """false: this teacher ignores ScoreRequest.vocab_size"""
     takes_images: _builtins.bool
-    """The model reads images: ScoreRequest.images are taken."""
+    """True if the model reads images: the teacher then accepts ScoreRequest.images."""
     chat_template: _builtins.str
-    """The default chat template of the tokenizer; empty: it has none. Absent: unknown."""
+    """The default chat template of the tokenizer; empty: the tokenizer has none. Absent: unknown."""
     @_builtins.property
     def load(self) -> Global___TeacherLoad: ...
     @_builtins.property
@@ -181,7 +183,7 @@ class TeacherAdapter(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     fingerprint: _builtins.str
-    """of the rows with it; it takes the place of TeacherInfo.fingerprint"""
+    """of the rows with this adapter, in place of TeacherInfo.fingerprint"""
     def __init__(
         self,
         *,
@@ -336,7 +338,7 @@ class ScoreRequest(_message.Message):
     next_position: _builtins.int
     """Resume cursor: send rows from this position on. 0 means `start`."""
     tail_samples: _builtins.int
-    """Number of ids that the teacher draws for each row from outside its head, with replacement."""
+    """Number of ids that the teacher draws for each row, with replacement, from the ids outside the row's head."""
     sample_seed: _builtins.int
     """The draw depends only on this seed and the tokens before the row's token, so a repeated request gets the same ids."""
     more: _builtins.bool
@@ -346,16 +348,18 @@ class ScoreRequest(_message.Message):
     """
     draw_ids: _builtins.bytes
     """Ids that the student drew for each row from the tail of its own distribution, little-endian int32
-    [length - start, M]. Their log-probs are answered beside the head, and count in no mass. Not with tail_samples.
+    [length - start, M]. The answer has their log-probs beside the head. These log-probs do not change the tail mass.
+    Do not combine with tail_samples.
     """
     vocab_size: _builtins.int
-    """The rows are of the softmax over the first vocab_size logits, and all ids are below it. 0: over all logits."""
+    """The rows are of the softmax over the first vocab_size logits, and all ids are below vocab_size. 0: all logits."""
     adapter: _builtins.str
-    """Score with this adapter of the teacher; empty: without one."""
+    """Score with this adapter of the teacher; empty: without an adapter."""
     images: _builtins.bytes
     """The encoded images of the sequence, in the order of their placeholders, one after the other; image_sizes are
     their lengths in bytes. token_ids have one placeholder for each image, all before `start`: the service replaces
-    each by as many as its model reads. All positions of this request and of its rows are counted without that.
+    each placeholder by as many placeholders as its model reads. All positions in this request and in its rows are
+    positions before this replacement.
     """
     @_builtins.property
     def image_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -508,8 +512,8 @@ class WeightsHeader(_message.Message):
     tau: _builtins.float
     """for WEIGHTS_MODE_EMA, 0 < tau < 1"""
     base_version: _builtins.int
-    """The version that this update follows. If the teacher has another version by now, it refuses the push, so an
-    update is never applied twice or on top of another client's update.
+    """The version that this update follows. If the teacher has another version, it refuses the push, so an update is
+    never applied twice or on top of another client's update.
     """
     total_bytes: _builtins.int
     @_builtins.property

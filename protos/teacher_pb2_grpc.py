@@ -74,8 +74,9 @@ class TeacherServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request_iterator, context):
-        """Pipelined in both directions. Requests are answered in any order; the chunks of one request are in order.
-        An error of one request is sent in the `error` of its chunk, and never ends the stream.
+        """Returns the rows of a stream of requests. A client may send further requests before the answers arrive. Requests
+        are answered in any order; the chunks of one request are in order. An error of one request is sent in the `error`
+        of its chunk, and never ends the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -83,7 +84,7 @@ class TeacherServicer(object):
 
     def PushWeights(self, request_iterator, context):
         """Updates the weights: one header, then the bytes of its tensors in order. The service applies the update between
-        two batches, after it has received and verified all of it; a push that fails or stops half-way changes nothing.
+        two batches, after receiving and verifying all bytes; a push that fails or stops half-way changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,12 +36,13 @@ class TeacherStub:
     GetVocabulary: _grpc.UnaryStreamMultiCallable[_teacher_pb2.GetVocabularyRequest, _teacher_pb2.VocabularyChunk]
     """Sends the tokens in the order of their ids. Clients call it only to name the first difference of two tokenizers."""
     Score: _grpc.StreamStreamMultiCallable[_teacher_pb2.ScoreRequest, _teacher_pb2.ScoreChunk]
-    """Pipelined in both directions. Requests are answered in any order; the chunks of one request are in order.
-    An error of one request is sent in the `error` of its chunk, and never ends the stream.
+    """Returns the rows of a stream of requests. A client may send further requests before the answers arrive. Requests
+    are answered in any order; the chunks of one request are in order. An error of one request is sent in the `error`
+    of its chunk, and never ends the stream.
     """
     PushWeights: _grpc.StreamUnaryMultiCallable[_teacher_pb2.WeightsPart, _teacher_pb2.PushWeightsReply]
     """Updates the weights: one header, then the bytes of its tensors in order. The service applies the update between
-    two batches, after it has received and verified all of it; a push that fails or stops half-way changes nothing.
+    two batches, after receiving and verifying all bytes; a push that fails or stops half-way changes nothing.
     """
 
 @_typing.type_check_only
@@ -52,12 +53,13 @@ class TeacherAsyncStub(TeacherStub):
     GetVocabulary: _aio.UnaryStreamMultiCallable[_teacher_pb2.GetVocabularyRequest, _teacher_pb2.VocabularyChunk]  # type: ignore[assignment]
     """Sends the tokens in the order of their ids. Clients call it only to name the first difference of two tokenizers."""
     Score: _aio.StreamStreamMultiCallable[_teacher_pb2.ScoreRequest, _teacher_pb2.ScoreChunk]  # type: ignore[assignment]
-    """Pipelined in both directions. Requests are answered in any order; the chunks of one request are in order.
-    An error of one request is sent in the `error` of its chunk, and never ends the stream.
+    """Returns the rows of a stream of requests. A client may send further requests before the answers arrive. Requests
+    are answered in any order; the chunks of one request are in order. An error of one request is sent in the `error`
+    of its chunk, and never ends the stream.
     """
     PushWeights: _aio.StreamUnaryMultiCallable[_teacher_pb2.WeightsPart, _teacher_pb2.PushWeightsReply]  # type: ignore[assignment]
     """Updates the weights: one header, then the bytes of its tensors in order. The service applies the update between
-    two batches, after it has received and verified all of it; a push that fails or stops half-way changes nothing.
+    two batches, after receiving and verifying all bytes; a push that fails or stops half-way changes nothing.
     """
 
 class TeacherServicer(metaclass=_abc_1.ABCMeta):
@@ -83,8 +85,9 @@ class TeacherServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_teacher_pb2.ScoreRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_teacher_pb2.ScoreChunk], _abc.AsyncIterator[_teacher_pb2.ScoreChunk]]:
-        """Pipelined in both directions. Requests are answered in any order; the chunks of one request are in order.
-        An error of one request is sent in the `error` of its chunk, and never ends the stream.
+        """Returns the rows of a stream of requests. A client may send further requests before the answers arrive. Requests
+        are answered in any order; the chunks of one request are in order. An error of one request is sent in the `error`
+        of its chunk, and never ends the stream.
         """
 
     @_abc_1.abstractmethod
@@ -94,7 +97,7 @@ class TeacherServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_teacher_pb2.PushWeightsReply, _abc.Awaitable[_teacher_pb2.PushWeightsReply]]:
         """Updates the weights: one header, then the bytes of its tensors in order. The service applies the update between
-        two batches, after it has received and verified all of it; a push that fails or stops half-way changes nothing.
+        two batches, after receiving and verifying all bytes; a push that fails or stops half-way changes nothing.
         """
 
 def add_TeacherServicer_to_server(servicer: TeacherServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,6 +1,6 @@
-"""The processes of vLLM: how they start, and who exits when one of them dies.
+"""The processes of vLLM: their start, and the exit of this program when one of them dies.
 
-For the programs that run vLLM, each in its own process.
+The teacher and the rollout service, which run vLLM, use this module.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _DEATH_EXIT_CODE = 1
 _ENVIRONMENT = {
     # A process that has threads must not be forked.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    # On a CPU: as many threads as --threads sets, not bound to cores.
+    # On a CPU, use as many threads as --threads sets, and do not bind threads to cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # On a CPU, layers of 4 bits would round their inputs to 8, which the model does not ask for.
+    # On a CPU, layers with weights of 4 bits would round their inputs to 8 bits, although the model
+    # does not specify this rounding.
     "VLLM_CPU_INT4_W4A8": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
@@ -68,9 +69,10 @@ def executor(processes: int) -> str | None:
 
 @contextmanager
 def stdout_on_stderr() -> Iterator[None]:
-    """Redirect file descriptor 1 to stderr inside the block, for the processes it starts.
+    """Redirect stdout (file descriptor 1) to stderr in the block, for processes that it starts.
 
-    Programs parse the stdout of this process, and libraries in vLLM's processes print to theirs.
+    Libraries in vLLM's processes print to stdout, but other programs parse the stdout of this
+    process.
     """
     sys.stdout.flush()
     saved_stdout = os.dup(1)
@@ -85,12 +87,12 @@ def stdout_on_stderr() -> Iterator[None]:
 class DeathWatch:
     """Exits this process with code 1 when a process of vLLM dies, so that a supervisor restarts it.
 
-    It exits without sending errors, so that clients fail over: an error would be final for a
-    request, but a broken connection makes its client ask another service, or this one again.
+    The process exits without sending errors, so that clients fail over: an error would be final for
+    a request, but after a broken connection the client sends the request again, to any service.
     """
 
     def __init__(self, llm: Any, program: str) -> None:
-        """Start to watch `llm`, an AsyncLLM. `program`: its name in the log, "this teacher"."""
+        """Watch `llm`, an AsyncLLM. `program` is the program's name in the log: "this teacher"."""
         self._llm = llm
         self._program = program
         self._is_closed = False
@@ -111,7 +113,7 @@ class DeathWatch:
         self._is_closed = True
 
     def _poll(self) -> None:
-        """Poll for a dead vLLM, which may happen between requests or leave one unanswered."""
+        """Poll for a dead vLLM: vLLM can die between requests, or without answering a request."""
         while not self._is_closed:
             time.sleep(_WATCH_SECONDS)
             self.check()
@@ -121,7 +123,7 @@ def die_with(pid: int) -> None:
     """Exit this process, a worker of vLLM, when the process `pid` that started vLLM ends.
 
     A killed program cannot stop vLLM's processes, which would keep the device memory. When this
-    process exits, vLLM stops the others.
+    worker exits, vLLM stops its other processes.
     """
     program = os.pidfd_open(pid)
 

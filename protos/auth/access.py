@@ -72,7 +72,8 @@ _TEACHER, _ROLLOUTS = "/distill.v1.Teacher/", "/distill.v1.Rollouts/"
 
 log = logging.getLogger(__name__)
 
-# Hexadecimal digits of its SHA-256 that name a token where it must not be shown.
+# The name of a token, for places that must not show the token: so many hexadecimal digits of its
+# SHA-256.
 _NAME_DIGITS = 8
 
 
@@ -80,8 +81,8 @@ _NAME_DIGITS = 8
 class Caller:
     """Who makes a call: the role, the owner and the name of the token.
 
-    `owner` is "" if the token has none, `token` the first digits of its SHA-256. A server without
-    tokens has one caller, of role ADMIN, without owner and name.
+    `owner` is "" if the token has no owner. `token` is the name: the first digits of the token's
+    SHA-256. On a server without tokens, every caller has role ADMIN, and no owner and no name.
     """
 
     role: Role = Role.ADMIN
@@ -93,7 +94,7 @@ class Tokens:
     """The tokens that a server accepts. An empty set is false: the server then needs no token.
 
     Holds SHA-256 digests and derived signing keys, never the tokens. Immutable, so safe to share
-    between threads. `quotas` are those of the owners, by name.
+    between threads. `quotas` are the quotas of the owners, by name.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class Tokens:
 def _bearer_token(metadata: Any) -> str | None:
     """Return the token of the only `authorization: Bearer TOKEN` header, otherwise None."""
     headers = [value for key, value in metadata or () if key == "authorization"]
-    # Refuse two headers: a proxy in front of this server may have checked the other one.
+    # Refuse two headers, because a proxy in front of this server may have checked the other header.
     if len(headers) != 1 or not isinstance(headers[0], str) or not headers[0].startswith(_BEARER):
         return None
     token = headers[0].removeprefix(_BEARER)
@@ -195,8 +196,8 @@ def read_tokens(file: Path | None) -> Tokens:
     text = read_file(file, "--token-file", secret=0o077).decode("utf-8", "replace")
     tokens = Tokens(*_parse_lines(text, f"{file}:"))
     if not tokens:
-        # The file may be truncated or not yet written. Whoever names a token file wants tokens to
-        # be checked, so an empty file must not switch the check off.
+        # The file may be truncated or not yet written. A user who gives a token file wants tokens
+        # to be checked, so an empty file must not switch the check off.
         raise InvalidInput(
             f"{file} holds no token",
             field="--token-file",
@@ -265,7 +266,7 @@ class AccessControl(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Return the method's handler, or one that raises Unauthenticated or Forbidden."""
+        """Return the method's handler, or a handler that raises Unauthenticated or Forbidden."""
         method: Any = handler_call_details.method
         handler = await continuation(handler_call_details)
         required_role = REQUIRED_ROLES.get(method, Role.ADMIN)
@@ -284,8 +285,9 @@ class AccessControl(grpc.aio.ServerInterceptor):
     def _caller_role(self, method: str, metadata: Any) -> Role | None:
         """Return the caller's role.
 
-        A scoped token has the role READ at the kind of service that it is for. That of an attempt
-        is ADMIN at rollout services; attempt 0 is a server that asks for their info.
+        A scoped token has the role READ, only at its own kind of service (teacher or rollout). At
+        rollout services, the token of an attempt above 0 has the role ADMIN. Attempt 0 means a
+        server that reads the info of the rollout service.
         """
         role = self._tokens.role_in(metadata)
         if role is not None or not method.startswith((_TEACHER, _ROLLOUTS)):

@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"[0-9]{1,6}")
 
 @dataclass(frozen=True)
 class Quota:
-    """The running jobs, and their GPUs, that one owner may have at once. None: no limit."""
+    """The maximum numbers of running jobs, and of their GPUs, of one owner. None: no limit."""
 
     jobs: int | None = None
     gpus: int | None = None
@@ -23,16 +23,16 @@ class Quota:
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms behind the token in a line of a token file. `owner` is "" if it names none."""
+    """The terms after the token in a line of a token file. `owner` is "" without owner=NAME."""
 
     owner: str = ""
     quota: Quota = Quota()
 
 
 def read_terms(words: Sequence[str], location: str) -> Terms:
-    """Parse the words behind a token: `owner=NAME`, then `jobs=N` and `gpus=N`, all optional.
+    """Parse the words after a token: `owner=NAME`, then `jobs=N` and `gpus=N`, all optional.
 
-    Raises InvalidInput that names `location`. It quotes no word: one may be a token.
+    Raises InvalidInput with `location`. The message quotes no word, because a word may be a token.
     """
     values: dict[str, str] = {}
     for word in words:
@@ -58,9 +58,10 @@ def read_terms(words: Sequence[str], location: str) -> Terms:
 
 
 def quotas_of(terms: Iterable[Terms]) -> Mapping[str, Quota]:
-    """Return the quota of each owner who has one.
+    """Return the quota of each owner who has a quota.
 
-    Raises InvalidInput if two tokens of an owner have different quotas: both count the same jobs.
+    Raises InvalidInput if two tokens of an owner have different quotas, because both quotas count
+    the same jobs.
     """
     quota_by_owner: dict[str, Quota] = {}
     for token_terms in terms:

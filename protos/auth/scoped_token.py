@@ -21,7 +21,8 @@ import re
 _TOKEN_PATTERN = re.compile(
     r"((?:scoped|rollouts)\.([a-z0-9.-]{1,200}\.[0-9]{1,9}))\.([0-9a-f]{64})"
 )
-# Makes the signing key differ from the stored digest of a token: neither yields the other.
+# With this text, the signing key differs from the stored digest of a token, and neither can be
+# computed from the other.
 _PURPOSE = b"distill scoped token 1"
 
 
@@ -31,7 +32,7 @@ def signing_key(token: str) -> bytes:
 
 
 def scoped_token(parent: str, job: str, attempt: int, *, rollouts: bool = False) -> str:
-    """Return the scoped token of one attempt, for teachers, or with `rollouts` for those services.
+    """Return the scoped token of one attempt for teachers or, with `rollouts`, rollout services.
 
     `job` is a job id: 1 to 200 characters of a-z, 0-9, "." and "-".
     """

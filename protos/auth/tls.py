@@ -1,4 +1,4 @@
-"""TLS credentials from PEM files, checked on reading: gRPC would only fail at the first call."""
+"""TLS credentials from PEM files, checked when read: gRPC would report errors only in a call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from protos.errors import InvalidInput
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """The TLS files named on a server's command line. All None: no TLS."""
+    """The TLS files named on a server's command line. If all are None, the server uses no TLS."""
 
     cert: Path | None = None
     key: Path | None = None
@@ -24,7 +24,7 @@ class TlsFiles:
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials | None:
     """Return the TLS credentials of a server, or None if no file is named.
 
-    With `client_ca`, a client must present a certificate that it signed (mTLS). Raises
+    With `client_ca`, a client must present a certificate that this authority signed (mTLS). Raises
     InvalidInput if a file is missing, unreadable or invalid.
     """
     if files == TlsFiles():

@@ -36,7 +36,7 @@ def plain(text: str) -> str:
 def start_logging(form: LogFormat, level: LogLevel, package: str) -> None:
     """Log messages of `level` and above to stderr; from other libraries, only warnings and above.
 
-    `package`: that of the program, whose subpackages log at the same level.
+    `package` is the package of the program; its subpackages log at the same level.
 
     Replaces the handlers of the root logger.
     """

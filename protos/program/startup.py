@@ -47,8 +47,9 @@ EXIT_CODE = 130
 def exit_on_interrupt() -> Iterator[None]:
     """End the process with exit code 130 at SIGINT, without a traceback.
 
-    Use it around imports: an exception inside an import can be replaced by another one, or be
-    printed by a C extension. Does nothing if SIGINT has another handler than Python's.
+    Use it around imports, because a KeyboardInterrupt in an import can be replaced by another
+    exception, or be printed by a C extension. Does nothing if SIGINT has another handler than
+    Python's.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield

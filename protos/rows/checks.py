@@ -1,6 +1,6 @@
 """Checks of numbers that another program has sent: token ids, and log-probs.
 
-All are one or two passes over an array, without a Python object per token.
+Each check makes one or two passes over an array, without a Python object per token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROUNDING = 1e-3
 
 def are_ids(ids: NDArray[np.int32], vocab_size: int) -> bool:
     """Return whether all ids are 0 to vocab_size - 1."""
-    # As unsigned numbers, negative ids are the largest, so one pass finds both kinds.
+    # As unsigned numbers, negative ids are the largest, so one comparison is enough.
     return not ids.size or bool(ids.view(np.uint32).max() < vocab_size)
 
 
@@ -31,8 +31,9 @@ def are_logprobs(values: NDArray[np.floating[Any]]) -> bool:
     if not values.size:
         return True
     width = values.dtype.itemsize
-    # The bits of positive floats have the order of signed integers, those of negative floats the
-    # order of unsigned ones; NaN is beyond infinity. float16 itself is compared 100 times slower.
+    # Compare bits as integers, because comparing float16 is 100 times slower. The bits of positive
+    # floats have the order of signed integers, the bits of negative floats the order of unsigned
+    # integers, and NaN is beyond infinity.
     limits = np.array([ROUNDING, -np.inf], values.dtype)
     signed, unsigned = f"i{width}", f"u{width}"
     return bool(

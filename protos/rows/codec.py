@@ -19,10 +19,11 @@ Layout, little-endian:
     samples  ids [n*M] as above, then f32 [n], the mean of their log-probs; nothing if M = 0
     draws    instead of samples, with flag DRAWS: f16 [n*M] or f32 log-probs of the reader's ids
 
-Size: 2.25 k + 2 k + 8 bytes per row with f16 and 18-bit ids, which is 280 at k = 64; 2.25 k less if
-the reader has the ids. Tail samples add 2.25 M + 4 bytes: 39 per row at k = 0, M = 12; tail draws
-add 2 M bytes. With the flag ZSTD the payload is compressed (`compression.py`). Blocks with draws
-have version 2, all others version 1, so that programs from before tail draws can read them.
+Size: 2.25 k + 2 k + 8 bytes per row with f16 and 18-bit ids, which is 280 bytes at k = 64; 2.25 k
+bytes less if the reader has the ids. Tail samples add 2.25 M + 4 bytes: a row has 39 bytes at k = 0
+and M = 12. Tail draws add 2 M bytes. With the flag ZSTD the payload is compressed
+(`compression.py`). Blocks with draws have version 2, all other blocks have version 1, so that older
+programs, which do not know tail draws, can read them.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class RowBlock:
     tail_logmass [n] float32, the log of the tail mass
     token_logprobs [n] float32, of the sampled tokens
     tail_sample_ids [n, M] int32, drawn with replacement from the distribution outside the head
-    tail_sample_logprob [n] float32, the mean of their log-probs; both are None without samples
+    tail_sample_logprob [n] float32, the mean log-prob of the tail samples; both are None without
+        samples
     draw_logprobs [n, M] float16 or float32, of the ids that the student drew from its own tail and
     keeps itself; None without draws
     """
@@ -176,7 +178,7 @@ def compress_rows(data: bytes) -> bytes:
 
 
 def is_compressed(data: bytes) -> bool:
-    """Return True if the header says that the payload is compressed. Checks nothing else."""
+    """Return True if the header has the flag of a compressed payload; checks no other byte."""
     return len(data) >= HEADER_BYTES and bool(data[_FLAGS_AT] & _ZSTD)
 
 
@@ -201,8 +203,8 @@ def decode_rows(data: bytes | memoryview, max_bytes: int) -> RowBlock:
     """Check and decode the output of `encode_rows` or `compress_rows`.
 
     The arrays are views of `data` where the layout allows it, so they may be read-only.
-    `max_bytes`: the most that `data` may have, or expand to; see `max_encoded_bytes`. It is checked
-    before anything is expanded.
+    `max_bytes` is the maximum size of `data`, compressed and expanded; see `max_encoded_bytes`. The
+    size is checked before the payload is expanded.
 
     Raises Corrupt if the bytes are cut short, damaged, too many, or of another codec version.
     """
@@ -328,7 +330,7 @@ def _flatten_ids(ids: NDArray[np.int32] | None) -> NDArray[np.int32] | None:
 
 
 def _needs_32_bits(ids: NDArray[np.int32]) -> bool:
-    # As unsigned numbers, negative ids are the largest, so one pass finds both kinds.
+    # As unsigned numbers, negative ids are the largest, so one pass finds wide and negative ids.
     if not ids.size or ids.view("<u4").max() <= MAX_18_BIT_ID:
         return False
     if ids.min() < 0:

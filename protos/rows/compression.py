@@ -1,9 +1,9 @@
 """Compression of a row block's payload with zstd, after reordering its bytes.
 
-Log-probs fall along a row, so each log-prob is replaced by its difference from the previous one.
-The difference is computed between bit patterns read as integers, so the operation is exact. Then
-the bytes of a plane are regrouped: the lowest byte of every number, then the next byte of every
-number, and so on.
+Log-probs decrease along a row, so each log-prob is replaced by its difference from the previous
+log-prob. The difference is computed between bit patterns read as integers, so the operation is
+exact. Then the bytes of a plane are regrouped: the lowest byte of every number, then the next byte
+of every number, and so on.
 """
 
 from __future__ import annotations

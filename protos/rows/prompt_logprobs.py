@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from protos.rows.checks import ROUNDING, are_logprobs
 from protos.rows.codec import RowBlock
 
-# The tail mass is 1 minus a sum of float32 numbers: what is smaller is lost in their rounding.
+# The tail mass is 1 minus a sum of float32 numbers, so a smaller tail mass is only rounding error.
 _MIN_TAIL = 2.0**-24
 
 
@@ -20,11 +20,12 @@ def rows_of_listed(
 ) -> RowBlock:
     """Return the rows of n positions with their k likeliest ids.
 
-    `listed`: for each position the dict of vLLM, {id: {"logprob", "rank"}}, with the k likeliest
-    ids and the token. `token_ids` [n]: the tokens at these positions.
+    `listed` has for each position the dict of vLLM, {id: {"logprob", "rank"}}, with the k likeliest
+    ids and the token. `token_ids` [n] are the tokens at these positions.
 
-    The token is in a position's dict even if it is not among the k likeliest. It is not part of the
-    head: a head that depends on the token makes the Top-k KL biased.
+    The dict of a position contains the token even if the token is not among the k likeliest ids.
+    Such a token is not part of the head: a head that depends on the token makes the Top-k KL
+    biased.
 
     Raises ValueError if a position has other ids, or numbers that are no log-probs.
     """
@@ -59,8 +60,8 @@ def block_of_head(
 ) -> RowBlock:
     """Return rows whose tail mass is one minus the head's: ids and head [n, k], tokens [n].
 
-    `draws` [n, M]: log-probs of ids that the student drew. Raises ValueError for numbers that are
-    no log-probs of a softmax, and for a row with an id twice.
+    `draws` [n, M] are the log-probs of ids that the student drew. Raises ValueError for numbers
+    that are no log-probs of a softmax, and for a row that has an id twice.
     """
     sorted_ids = np.sort(ids, axis=1)
     if (sorted_ids[:, 1:] == sorted_ids[:, :-1]).any():

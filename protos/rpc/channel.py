@@ -50,7 +50,7 @@ def open_channel(address: str, *, token: str, scope: str = "") -> grpc.Channel:
             f"{address} has an unknown scheme", hint="give HOST:PORT, or https://HOST:PORT for TLS"
         )
     if not target.rpartition(":")[2].isdigit():
-        # gRPC would try port 443.
+        # Without a port, gRPC would use port 443.
         port = _DEFAULT_PORTS.get(token, 50051)
         raise InvalidInput(
             f"{address!r} has no port",
@@ -73,7 +73,7 @@ def open_cluster_channel(
     """Return a channel to a service that a runner has placed on its cluster, and metadata of calls.
 
     The caller must send the metadata with every call. For an address on this machine, the channel
-    is that of `open_channel`, and the metadata is empty. A connection to another machine has no
+    comes from `open_channel`, and the metadata is empty. A connection to another machine has no
     TLS, as between the nodes of a Ray cluster, and the metadata contains the token. This is
     acceptable because the token in $`token` was derived for a single attempt of a job.
 

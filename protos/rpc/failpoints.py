@@ -45,7 +45,7 @@ _armed = _Armed(os.environ.get(VARIABLE, ""))
 def failpoint(name: str) -> None:
     """Mark a place that a test can make fail. `name` is a literal that occurs once in the source.
 
-    Raises OSError if the armed action is `raise` and this hit is the chosen one.
+    Raises OSError if the armed action is `raise` and this hit has the given number.
     """
     if name == _armed.name:
         _armed.act()

@@ -69,10 +69,10 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 
 def is_serving(address: str, *, seconds: float = 5.0) -> bool:
-    """Return whether the server at `address` answers in time that it serves.
+    """Return True if the server at `address` reports SERVING within `seconds`.
 
     `address` is HOST:PORT, or https://HOST:PORT with the authority of $DISTILL_TLS_CA. Raises
-    InvalidInput if it has no port or an unknown scheme, or if a file of TLS cannot be read.
+    InvalidInput if the address has no port or an unknown scheme, or if a TLS file cannot be read.
     """
     with open_channel(address, token=SERVER_TOKEN) as channel:
         stub = health_pb2_grpc.HealthStub(channel)

@@ -24,7 +24,7 @@ from protos.auth.tls import TlsFiles
 from protos.errors import ErrorCode, Forbidden, InvalidInput
 from protos.rpc.transport import is_loopback
 
-# The other codes are 500.
+# Other error codes have the HTTP status 500.
 HTTP_STATUS: Mapping[ErrorCode, int] = {
     ErrorCode.INVALID_ARGUMENT: 400,
     ErrorCode.UNAUTHENTICATED: 401,
@@ -42,7 +42,7 @@ def require_our_name(host_header: str, host: str, hint: str, external: str = "")
 
     Otherwise another site's page could point its own host name at this machine and read the
     responses. `host_header` is the Host header, `host` the address that the server listens on, and
-    `external` the host name of a proxy. Raises Forbidden; in `hint`, NAME stands for the name.
+    `external` the host name of a proxy. Raises Forbidden; the refused name replaces NAME in `hint`.
     """
     if not is_loopback(host):
         return
@@ -61,9 +61,9 @@ _MAX_HEADERS_BYTES = 16 << 10
 
 @dataclass(frozen=True)
 class HttpLimits:
-    """What one HTTP server allows its clients; times are in seconds.
+    """Limits of one HTTP server for its clients; times are in seconds.
 
-    - `connections`: connections beyond it are closed at once
+    - `connections`: number of connections; further connections are closed at once
     - `patience`: time for a whole request to arrive, and for a client to read some of a blocked
       response
     - `idle`: time after a response in which the connection may start another request
@@ -96,9 +96,10 @@ def bind(host: str, port: int, option: str) -> socket.socket:
 async def listening(
     app: ASGIApp, sock: socket.socket, tls: TlsFiles, limits: HttpLimits
 ) -> AsyncIterator[Callable[[], None]]:
-    """Serve `app` on the socket within the block; then running responses have `grace` to finish.
+    """Serve `app` on the socket within the block.
 
-    Yields a function that begins the end: the server accepts no further request.
+    After the block, running responses have `limits.grace` seconds to finish. Yields a function that
+    begins the shutdown: the server then accepts no further request.
     """
     connection: Any = partial(_Connection, limits=limits)
     server = _Server(
@@ -169,7 +170,7 @@ class _Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        # Later bytes do not restart the timer, so a request that trickles in is cut off, too.
+        # Later bytes do not restart the timer, so a request that arrives slowly also times out.
         if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
             self._request.start()
         else:

@@ -30,8 +30,9 @@ _T = TypeVar("_T")
 class MetricsPage:
     """The content of the page, as a WSGI application.
 
-    /metrics: the metrics of the registry, with those of the process (CPU, memory, start).
-    /healthz: 200 while the service is alive. /readyz: 200 while it answers its clients, else 503.
+    - /metrics: the metrics of the registry and of the process (CPU, memory, start).
+    - /healthz: status 200 while the service is alive.
+    - /readyz: status 200 while the service answers its clients, else 503.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -131,7 +132,7 @@ def metrics_page(page: MetricsPage, address: tuple[str, int]) -> Iterator[None]:
         stop_requested.set()
         with contextlib.suppress(OSError):
             server.socket.shutdown(socket.SHUT_RDWR)  # ends the wait for a client
-        # Briefly: the page may wait for the event loop that runs this line.
+        # Wait only for a short time: the page may wait for the event loop that runs this line.
         thread.join(1.0)
 
 
@@ -145,8 +146,8 @@ class _RequestHandler(WSGIRequestHandler):
 class _Page(WSGIServer):
     """Serves one client at a time.
 
-    The page needs no token. Any number of idle connections takes no thread, and none of the file
-    descriptors that the clients of the service need.
+    The page needs no token. Idle connections take no threads, and no file descriptors that the
+    clients of the service need.
     """
 
     def server_bind(self) -> None:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_FIRST_PORT = 20_000  # below are well-known services, and the workers of Ray (10,002 to 19,999)
+_FIRST_PORT = 20_000  # lower ports: well-known services, and Ray's workers (10,002 to 19,999)
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
@@ -43,6 +43,6 @@ def _outgoing_range() -> tuple[int, int]:
     """Return the first and the last port of outgoing connections."""
     try:
         first_port, last_port = map(int, _RANGE_FILE.read_text().split())
-    except OSError:  # not Linux; the range of IANA
+    except OSError:  # not Linux: use the range of IANA
         return 49_152, 65_535
     return first_port, last_port

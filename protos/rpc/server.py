@@ -65,14 +65,14 @@ class ServerEndpoint:
 def read_endpoint(
     host: str, port: int, token_file: Path | None, tls: TlsFiles, *, insecure: bool
 ) -> ServerEndpoint:
-    """Make the endpoint from command-line options. Raises InvalidInput, naming the bad option."""
+    """Create the endpoint from command-line options. Raises InvalidInput with the bad option."""
     return ServerEndpoint(host, port, read_tokens(token_file), server_credentials(tls), insecure)
 
 
 def require_free_port(host: str, port: int, option: str = "--port") -> None:
     """Raise InvalidInput if the port is taken or `host` is not an address of this machine.
 
-    `option`: the command-line option of the port.
+    `option` is the command-line option of the port.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -161,7 +161,7 @@ def _bind_port(server: grpc.aio.Server, endpoint: ServerEndpoint) -> int:
             return server.add_secure_port(target, endpoint.tls)
         return server.add_insecure_port(target)
     except RuntimeError as error:
-        # gRPC does not report the cause. If it is not the port, this call raises the real one.
+        # gRPC does not report the cause. If the host is wrong, this call raises an error about it.
         require_free_port(endpoint.host, endpoint.port)
         raise _port_taken(endpoint.port) from error
 

@@ -39,7 +39,7 @@ TLS_HINT = (
 
 
 class ErrorBoundary(grpc.aio.ServerInterceptor):
-    """The server interceptor that turns exceptions into gRPC statuses; the only place that does.
+    """The server interceptor that turns exceptions into gRPC statuses; no other code does this.
 
     A DistillError is sent to the caller with its message, and with its field and hint in a
     google.rpc.ErrorInfo. Any other exception is a defect: the caller gets an id, and the log gets
@@ -51,7 +51,7 @@ class ErrorBoundary(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Wrap the method's handler; None (unknown method) stays None, so gRPC answers it."""
+        """Wrap the method's handler; None stays None, so that gRPC refuses an unknown method."""
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -122,8 +122,8 @@ class _Messages:
 def public_error(error: Exception, method: str) -> DistillError:
     """Return the error that a caller may see.
 
-    A DistillError is returned as it is. Any other exception is logged with a new id, and becomes
-    an InternalFault that contains only the id. `method` names the method, for the log.
+    A DistillError is returned unchanged. Any other exception is logged with a new id, and becomes
+    an InternalFault that contains only the id. `method` is the name of the method, for the log.
     """
     if isinstance(error, DistillError):
         return error
@@ -196,8 +196,8 @@ def fault_of(error: grpc.RpcError, server: str) -> DistillError:
             else "check that the server runs and that the address is right",
         )
     if status is grpc.StatusCode.CANCELLED:
-        # A server that shuts down cancels the calls that reach it as it closes its port, and those
-        # that did not end within its grace period.
+        # A server that shuts down cancels calls that arrive while the port is being closed, and
+        # calls that did not end within the grace period.
         return Unavailable(
             f"the {server} ended the call", hint=f"check whether the {server} is shutting down"
         )

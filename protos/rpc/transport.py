@@ -1,4 +1,4 @@
-"""What clients and servers agree on: protocol version, message sizes, keepalive, reconnection."""
+"""Settings that clients and servers share: protocol version, message sizes, keepalive, retries."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ import ipaddress
 import random
 import socket
 
-# Version of what a trainer and a service must agree on: the messages, the files of a snapshot, and
-# the tokens that follow from a seed and a rollout number. A test fails if these change without it.
+# The version of the things that a trainer and a rollout service must have in common: the messages,
+# the files of a snapshot, and the tokens that follow from a seed and a rollout number. If one of
+# these changes and the version does not, a test fails.
 ROLLOUTS_PROTOCOL = 4
 MAX_MESSAGE_BYTES = 4 << 20
-# Largest request of rows: a longer one than MAX_MESSAGE_BYTES is sent in several messages. At
-# k = 64 it is a sequence of 262,000 tokens.
+# Largest request of rows. A request that is longer than MAX_MESSAGE_BYTES is sent in several
+# messages. At k = 64, the largest request has a sequence of 262,000 tokens.
 MAX_REQUEST_BYTES = 64 << 20
-# Largest chunk of rows in one message, so that a long sequence never stalls a stream's others.
+# Largest chunk of rows in one message, so that a long sequence never delays other sequences of the
+# stream for long.
 MAX_CHUNK_BYTES = 1 << 20
-# Most jobs in one reply to ListJobs, which keeps the reply far below the message limit.
+# Maximum number of jobs in one reply to ListJobs; it keeps the reply far below the message limit.
 MAX_PAGE_JOBS = 500
-# Most jobs of one submission.
+# Maximum number of jobs of one submission.
 MAX_SUBMITTED_JOBS = 100
-# Of one upload. Together they fit into one message.
+# Maximum number of files of one upload, so that the list of files fits into one message.
 MAX_UPLOAD_FILES = 10_000
 MAX_UPLOAD_PATH_BYTES = 255
-# Initial metadata of a stream that may be silent at first. It tells the client that the connection
-# is up.
+# Initial metadata of a stream that may be silent at first. The metadata shows the client that the
+# connection is up.
 STREAM_OPEN = ("stream", "open")
 _MAX_METADATA_BYTES = 8 << 10
 
@@ -33,7 +35,8 @@ _LIMITS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", 2 * _MAX_METADATA_BYTES),
-    # A killed peer is noticed at once; a frozen one only by pings, every 30 s, with 10 s to reply.
+    # A killed peer is noticed at once. Only pings show a frozen peer: every 30 s, with 10 s to
+    # reply.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -41,8 +44,8 @@ _LIMITS = [
 ]
 CHANNEL_OPTIONS = [
     *_LIMITS,
-    # gRPC sends no keepalive ping while its own bandwidth ping is unanswered, so that ping needs a
-    # timeout too.
+    # gRPC sends no keepalive ping while its own bandwidth ping is unanswered, so the bandwidth ping
+    # also needs a timeout.
     ("grpc.http2.ping_timeout_ms", 40_000),
     # Reconnect to a restarted server within a second; gRPC's default backoff grows to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -54,8 +57,8 @@ CHANNEL_OPTIONS = [
 ]
 SERVER_OPTIONS = [
     *_LIMITS,
-    # Most bytes of unread requests that a stream keeps in the server's memory. Without a fixed
-    # window gRPC raises it to several MiB, and a client that only sends fills it.
+    # A fixed window limits the unread requests that a stream keeps in the server's memory. Without
+    # a fixed window, gRPC raises the limit to several MiB, and a client that only sends fills it.
     ("grpc.http2.bdp_probe", 0),
     # Without bandwidth pings this is the timeout of the keepalive ping.
     ("grpc.http2.ping_timeout_ms", 10_000),
@@ -64,12 +67,12 @@ SERVER_OPTIONS = [
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     # With port reuse, two servers on one port would each get half of the calls.
     ("grpc.so_reuseport", 0),
-    # Per connection; the client holds back further streams until others end.
+    # The limit of one connection; the client delays further streams until other streams end.
     ("grpc.max_concurrent_streams", 1024),
     # Drop a connection without a handshake after 10 s; gRPC's default is two minutes.
     ("grpc.server_handshake_timeout_ms", 10_000),
 ]
-# Not the global generator, which other code draws from.
+# A separate generator, because other code draws from the global generator.
 _jitter = random.Random()
 
 

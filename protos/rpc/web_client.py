@@ -1,4 +1,4 @@
-"""The client of somebody else's HTTP server: address, key, proxy and retries. Needs httpx."""
+"""A client of a third-party HTTP server: address, key, proxy and retries. Needs httpx."""
 
 from __future__ import annotations
 
@@ -64,9 +64,12 @@ class WebClient:
     ) -> None:
         """Prepare the connections; they open on first use.
 
-        `attempts`: of one request. `answer_seconds`: of one attempt. `max_bytes`: of an answer.
-        `key_variable`: the environment variable whose value is sent as a bearer token, if it is
-        set. Raises InvalidInput if no header can have the key, or the proxy cannot be used.
+        - attempts: number of attempts of one request.
+        - answer_seconds: time limit of one attempt.
+        - max_bytes: maximum size of an answer.
+        - key_variable: the environment variable whose value is sent as a bearer token, if set.
+
+        Raises InvalidInput if a header cannot contain the key, or if the proxy cannot be used.
         """
         self._url = url
         self._attempts = attempts
@@ -80,7 +83,7 @@ class WebClient:
                 timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
                 limits=httpx.Limits(max_connections=None),
                 proxy=self._proxy,
-                trust_env=False,  # only for the certificates, in `_tls_context`
+                trust_env=False,  # `_tls_context` and `find_proxy` read the environment
                 verify=_tls_context(),
             )
         except (ImportError, ValueError) as error:
@@ -102,9 +105,10 @@ class WebClient:
     async def request(self, method: str, path: str = "", body: object = None) -> WebAnswer:
         """Return the answer to a JSON body, sent to `path` below the address; follows no redirect.
 
-        Retries with growing pauses while the server does not answer, or with a temporary status;
-        honours Retry-After up to 60 s. After the last attempt, returns the answer with that status,
-        or raises Unavailable or TimedOut. Raises Corrupt if the answer is longer than `max_bytes`.
+        Retries with growing pauses while the server does not answer or answers with a temporary
+        status; respects Retry-After up to 60 s. After the last attempt, returns the answer with the
+        temporary status, or raises Unavailable or TimedOut. Raises Corrupt if the answer is longer
+        than `max_bytes`.
         """
         url = str(self._url).rstrip("/") + path if path else str(self._url)
         for failures in range(1, self._attempts + 1):
@@ -186,7 +190,7 @@ def parse_web_address(text: str, field: str) -> httpx.URL:
 
 
 def find_proxy(url: httpx.URL) -> str | None:
-    """Return the proxy of the environment for `url`; None for a loopback address or without one."""
+    """Return the environment's proxy for `url`; None without a proxy or for a loopback address."""
     if is_loopback(url.host) or proxy_bypass(url.netloc.decode()):
         return None
     proxies = getproxies()
@@ -197,8 +201,8 @@ def find_proxy(url: httpx.URL) -> str | None:
 def _build_key_header(variable: str) -> dict[str, str]:
     """Return the header with the key in an environment variable; {} if it is not set.
 
-    Space around the key, as a file has at its end, is left out. Raises InvalidInput, without the
-    key, if no header can have it.
+    White space around the key, such as the line break at the end of a file, is removed. Raises
+    InvalidInput, without the key in its message, if a header cannot contain the key.
     """
     key = os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable()):
@@ -219,5 +223,5 @@ def _retry_after(headers: Mapping[str, str]) -> float:
 
 @cache
 def _tls_context() -> ssl.SSLContext:
-    """Return the trusted certificates, with $SSL_CERT_FILE; made once, because it reads all."""
+    """Return the trusted certificates, with $SSL_CERT_FILE; cached, because reading takes time."""
     return httpx.create_ssl_context()
