@@ -52,7 +52,7 @@ def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, *, clip: flo
     return torch.maximum((values - targets).square(), (clipped_values - targets).square()) / 2
 
 
-_CLIP = 0.2  # of the value loss, as in PPO's code
+_CLIP = 0.2  # the clip range of the value loss, as in PPO's code
 
 
 class CriticAdvantages:

@@ -56,7 +56,7 @@ class _ControlTokens:
         added_tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
         names = {str(token) for token in added_tokens if token.special}
         ordered = sorted(names | set(tokenizer.all_special_tokens))
-        # Of names that begin alike, the longest one matches.
+        # If several names have the same beginning, the longest name must match.
         longest_first = sorted(ordered, key=len, reverse=True)
         return cls(ordered, re.compile("|".join(map(re.escape, longest_first))) if names else None)
 

@@ -28,7 +28,7 @@ from protos.errors import InvalidInput
 # Images take longer.
 SURVEY, SURVEY_WITH_IMAGES = 1000, 32
 SHOWN = 5  # records that a preview shows, unless asked for others
-MAX_BYTES = 512 << 10  # of the preview in a run directory, which pages read
+MAX_BYTES = 512 << 10  # maximum size of the preview in a run directory, which pages read
 # Tokens that are shown: the first and the last of a run, and all of a sequence.
 _FIRST, _LAST, _MOST = 240, 80, 1500
 _MOST_LOST, _LOST_CHARS = 20, 400

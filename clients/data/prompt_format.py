@@ -148,7 +148,7 @@ class PromptFormat:
         if marked is conversation:
             return {"input_ids": ids, "assistant_masks": is_answer}
         text = self.rendered(tokenizer, marked, location, add_answer_start=False)
-        # By characters, because the ids of placeholders are others than those of the names.
+        # Count characters, because the ids of placeholders differ from the ids of the names.
         answer_characters = bytearray(len(text))
         for (start, end), mark in zip(encoding.encodings[0].offsets, is_answer, strict=True):
             if mark:

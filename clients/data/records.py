@@ -268,7 +268,7 @@ def describe_left_out(reasons: Mapping[str, int], records: int, most: float) -> 
 
 
 def check_left_out(reasons: Mapping[str, int], records: int, most: float, field: str) -> None:
-    """Log how many of `records` are skipped, by reason; nothing without skipped records.
+    """Log how many of `records` are skipped, by reason; log nothing if no record is skipped.
 
     Raises InvalidInput, naming `field`, if their share is larger than `most`.
     """

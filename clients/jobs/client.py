@@ -235,7 +235,7 @@ class DistillClient:
         request = pb.ResumeJobRequest(
             job_id=job_id, max_steps=max_steps or 0, from_step=from_step or 0
         )
-        # Not retried: if only the reply was lost, the job has already resumed, and a second call
+        # Do not retry: if only the reply was lost, the job has already resumed, and a second call
         # would fail.
         return _handle_of(self, self._connection.call(self._stub.ResumeJob, request, retry=False))
 
@@ -244,7 +244,7 @@ class DistillClient:
 
         Raises WrongState if the job has not ended, is pinned, or needed by an unfinished job.
         """
-        # Not retried: if only the reply was lost, a second call would not find the job.
+        # Do not retry: if only the reply was lost, a second call would not find the job.
         request = pb.RemoveJobRequest(job_id=job_id)
         return _handle_of(self, self._connection.call(self._stub.RemoveJob, request, retry=False))
 

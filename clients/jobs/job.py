@@ -53,10 +53,10 @@ TRANSITIONS: frozenset[tuple[JobState, JobState]] = frozenset(
 class Job:
     """A job as reported by the server. Times are Unix seconds, or 0 if the event has not happened.
 
-    `kind`: the method. `attempt` counts from 1. `metrics`: of the newest step. `pinned`: protected
-    from removal. `owner`: of the token that submitted the job, "" if it has none. `labels`: those
-    of the job file. `config_json` and `checkpoints` (steps of existing checkpoints, ascending) are
-    only set by DistillClient.get and by `record_of_run`.
+    `kind` is the method. `attempt` counts from 1. `metrics` are those of the newest step. A job
+    that is `pinned` is protected from removal. `owner` is the owner of the token that submitted the
+    job, or "". `labels` are the labels in the job file. `config_json` and `checkpoints` (steps of
+    existing checkpoints, ascending) are only set by DistillClient.get and by `record_of_run`.
     """
 
     id: str

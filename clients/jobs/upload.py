@@ -75,7 +75,7 @@ def local_files(job: AnyJob) -> list[LocalFiles]:
                 hint="use distill run, which runs the job on this machine",
             )
         _refuse_images(job, key, name)
-        # Not resolved: the name may be a link, as in a cache of the hub.
+        # Do not resolve links: the name may be a link, as in a cache of the hub.
         uploads.append(_list_files(key, Path(os.path.abspath(name))))
     return uploads
 

@@ -35,7 +35,7 @@ from protos.errors import DistillError, InvalidInput
 LIMITS_FILE = "limits.json"
 # The share of the records that an evaluation, or a step, takes by default.
 _SHARE = 10
-# Of default values: more records than this leave every default as it is.
+# With more records than this, every limit keeps its default value.
 _MAX_RECORDS = 128 * _SHARE
 PROMPT, ANSWER, SEQUENCE = "max_prompt_tokens", "max_new_tokens", "max_tokens"
 

@@ -32,7 +32,7 @@ PATIENCE_SECONDS = 300.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 _CHUNK_BYTES = 8 << 20
 _CONNECT_SECONDS, _REQUEST_SECONDS = 10, 60
-_GOOGLE_SECONDS = 5  # in which Google's library repeats a request itself; by default 15 minutes
+_GOOGLE_SECONDS = 5  # Google's library repeats a request for this time; its default: 15 minutes
 _MAX_READS = 3  # attempts to read a damaged manifest
 _CLAIM_NAME = "writer"  # the object that names the process that may write
 # Parts of pyarrow's error messages, which have no codes.

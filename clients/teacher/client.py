@@ -137,7 +137,8 @@ class TeacherClient:
     def info(self, *, waits: bool = True) -> TeacherInfo:
         """Return the model, fingerprint and limits that all teachers of this client share.
 
-        `waits`: for a teacher that does not listen yet; otherwise it counts as away at once.
+        With `waits`, the call waits for a teacher that does not listen yet. Without `waits`, such a
+        teacher counts as unreachable at once.
 
         The fingerprint is that of the rows with the adapter of this client. Teachers that do not
         answer within 5 s are logged. Raises Unavailable if none answers,

@@ -34,7 +34,7 @@ class Jobs(Protocol[_CovariantAnswer]):
 
 @dataclass
 class _FollowedJob(Generic[_Answer]):
-    """A job of the cluster: what is still to be submitted or stopped, and its last known state."""
+    """A job of the cluster: the requests that were not sent yet, and the last known state."""
 
     entrypoint: str | None = None  # None once the cluster has accepted the job
     is_stopping: bool = False

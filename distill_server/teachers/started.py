@@ -264,8 +264,8 @@ class StartedTeachers:
     def _poll_teacher(self, teacher: TeacherProcess) -> tuple[Outcome, str, int, str]:
         """Poll a teacher and read its log; blocking.
 
-        Returns the outcome, the address and port if newly found, and the stage of a start or the
-        error of an end.
+        Returns the outcome, the address and port if the log has a new address, and the stage of a
+        start or the error of an end.
         """
         log_file = teacher.home.log_file(teacher.record.attempt)
         outcome = self._runner.poll(teacher.home, teacher.record.attempt)

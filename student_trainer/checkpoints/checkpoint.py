@@ -100,7 +100,7 @@ def collect_contents(
 def format_state(
     step: int, facts: Mapping[str, str] | None, metrics: Mapping[str, float] | None
 ) -> bytes:
-    """Return the text of state.json. `metrics`: of the step, if they are not logged yet."""
+    """Return the text of state.json. `metrics` are the step's, if they are not logged yet."""
     state = {"step": step, **(facts or {})}
     if metrics is not None:
         state["metrics"] = dict(metrics)

@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-# Of rope_parameters, keys that transformers 4 reads beside rope_scaling, not in it.
+# The keys of rope_parameters that transformers 4 reads outside of rope_scaling.
 _TOP_LEVEL_ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
 # Names in config.json, by model type, where they differ from rope_theta and partial_rotary_factor.
 _NEOX_NAMES = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
@@ -30,9 +30,10 @@ def make_configuration_compatible(
     """Rewrite a config.json of transformers 5 so that transformers 4 reads the same model.
 
     `original`: config.json of the model before training. Its entries are kept if the model type is
-    the same, so that programs for the original model can read the result. `dtype`: of the stored
-    weights. `aliases`: other names of keys that version 4 may read, such as num_experts for
-    num_local_experts. `is_tied`: whether the head shares the weights of the input embeddings.
+    the same, so that programs for the original model can read the result. `dtype` is the dtype of
+    the stored weights. `aliases` are other names of keys that version 4 may read, such as
+    num_experts for num_local_experts. `is_tied` is True if the head shares the weights of the input
+    embeddings.
     """
     saved = json.loads(file.read_text("utf-8"))
     config = saved

@@ -55,8 +55,8 @@ def export_model(
     weights, and also stored alone in `adapter/`. The anchor is written the same way into `anchor/`.
     In addition to the model, `main` needs memory for the weights of one layer, or for the
     embeddings. `source`: directory of the original model; None for a model created in memory.
-    `source_files`: as `read_source_files` returned them at the start of the run; None: they are
-    read now. `note` receives what the user should know of the export.
+    `source_files` are the files that `read_source_files` returned at the start of the run; with
+    None, they are read now. `note` receives messages about the export for the user.
 
     Raises InvalidInput (`export.dtype`) if `dtype` is float16 and a number is beyond its range, and
     WrongState if a newer attempt has taken over the run.
@@ -118,9 +118,9 @@ def write_weights(
 ) -> Sequence[str]:
     """Collective. Write the weights of a model directory, with LoRA adapters merged into them.
 
-    A process whose `path` is None writes nothing. `weights`: those of the model, or replacements
-    for them, by name. `unread`: additional tensors to write. Returns the names of weights with a
-    number beyond the range of `dtype`, float16. Raises OSError after all collectives.
+    A process whose `path` is None writes nothing. `weights` are the weights of the model, or
+    replacements, by name. `unread` are additional tensors to write. Returns the names of weights
+    with a number beyond the range of `dtype`, float16. Raises OSError after all collectives.
     """
     published = PublishedWeights(model, weights, dtype)
     sizes = published.sizes | (unread.sizes() if unread is not None else {})
@@ -159,7 +159,7 @@ class PublishedWeights:
     """
 
     def __init__(self, model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        """`weights`: those of the model, or replacements for them, by name."""
+        """`weights` are the weights of the model, or replacements, by name."""
         self._model = model
         self._dtype = dtype
         self.overflows: list[str] = []
@@ -207,8 +207,8 @@ def published_shapes(model: Any) -> dict[str, tuple[int, ...]]:
 def write_adapters(path: Path | None, model: Any, adapters: Mapping[str, Tensor]) -> None:
     """Collective. Write the adapters in the format of `peft`, without rounding.
 
-    A process whose `path` is None writes nothing. `adapters`: those of the model, or replacements
-    for them, by name. Raises OSError after all collectives.
+    A process whose `path` is None writes nothing. `adapters` are the adapters of the model, or
+    replacements, by name. Raises OSError after all collectives.
     """
     os_errors: list[OSError] = []
     with ExitStack() as stack:

@@ -98,7 +98,8 @@ def read_source_files(source: Path, chat_template: Any) -> dict[str, bytes]:
 def check_same_tokenizer(path: Path, source_files: Mapping[str, bytes]) -> None:
     """Raise WrongState if the student's tokenizer or template changed since a checkpoint.
 
-    `path`: the model directory of the checkpoint. `source_files`: as of `read_source_files`.
+    `path` is the model directory of the checkpoint, `source_files` the result of
+    `read_source_files`.
     """
     for name in _TOKENIZER_FILES & source_files.keys():
         file = path / name
@@ -145,8 +146,8 @@ def write_small_files(
 ) -> None:
     """Write the files of a model directory without weights, for transformers 4 and 5.
 
-    `source_files`: those of the original model, as `read_source_files` returned them. None: the
-    model was created in memory. `dtype`: of the stored weights.
+    `source_files` are the files of the original model, which `read_source_files` returned; None
+    means that the model was created in memory. `dtype` is the dtype of the stored weights.
     """
     if source_files is None:
         tokenizer.save_pretrained(path)

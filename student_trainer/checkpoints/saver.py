@@ -91,9 +91,10 @@ class Saver:
     ) -> None:
         """Collective. Copy the state of a run, and begin to write it as the checkpoint of `step`.
 
-        Waits for the previous checkpoint. `metrics`: those of the step, see `read_metrics`.
-        `write_extra_files`: returns additional files of this process; the writing thread calls it.
-        Raises WrongState if a newer attempt has taken over the run, and OSError, on all ranks.
+        Waits for the previous checkpoint. `metrics` are the metrics of the step, see
+        `read_metrics`. `write_extra_files` returns additional files of this process; the writing
+        thread calls the function. Raises WrongState if a newer attempt has taken over the run, and
+        OSError, on all ranks.
         """
         self.finish()
         path = checkpoint_path(self._root, step)

@@ -61,10 +61,10 @@ class StoredPrompts:
         prompt_format: PromptFormat,
         known_prompts: Mapping[bytes, Ids],
     ) -> None:
-        """`teacher`: its tokenizer. `tokenizer`: the student's. `prompt_format`: of its prompts.
+        """`teacher` is the teacher's tokenizer, `tokenizer` the student's.
 
-        `known_prompts`: the student's ids of a prompt by the teacher's; empty: prompts are plain
-        text.
+        `prompt_format` is the format of the student's prompts. `known_prompts` maps the teacher's
+        ids of a prompt to the student's ids; if it is empty, prompts are plain text.
         """
         self._teacher = teacher
         self._tokenizer = tokenizer
@@ -130,10 +130,12 @@ class CrossTokenizerStore:
     ) -> None:
         """`aligner`: its writer is the teacher, its reader the student.
 
-        `ends`: the teacher's ids that end an answer. `match`: `method.match` of the job. `longest`:
-        maximum number of tokens that the student reads; longer sequences are left out; None: no
-        limit. `begins`: for a store of packed text, the special tokens of student and teacher in
-        front of a document.
+        - ends: the teacher's ids that end an answer.
+        - match: `method.match` of the job.
+        - longest: maximum number of tokens that the student reads; longer sequences are left out.
+          None means no limit.
+        - begins: for a store of packed text, the special tokens of student and teacher before a
+          document.
         """
         self._aligner = aligner
         self._prompts = prompts
@@ -207,10 +209,11 @@ class CrossTokenizerStore:
 
 
 def unit_rows(alignment: Alignment, logprobs: NDArray[np.float32], unit: Unit) -> AlignedRows:
-    """Return the rows [T] of the reader's tokens of an answer.
+    """Return the rows [T] of an answer's student tokens (the alignment's reader tokens).
 
-    `logprobs` [n]: of the writer's tokens. The first token of a unit gets their sum over the unit.
-    Units with a token that is not settled are not learned.
+    `logprobs` [n] are the log-probs of the answer's teacher tokens (the writer's tokens).
+    The first student token of a unit gets the sum of the log-probs of the unit. A unit is not
+    learned if one of its tokens is not settled, which means that later bytes could change it.
     """
     writer_units, reader_units = alignment.chunk, alignment.reader_chunk
     if unit == "word":
@@ -227,10 +230,10 @@ def unit_rows(alignment: Alignment, logprobs: NDArray[np.float32], unit: Unit) -
 
 
 def mapped_rows(alignment: Alignment, ids: Ids, block: RowBlock, tokens: TokenMap) -> AlignedRows:
-    """Return the rows [T] of the reader's tokens of an answer, with the weights of `mapped_kl`.
+    """Return the rows [T] of an answer's student tokens, with the weights of `mapped_kl`.
 
-    `ids` [n], `block` of n rows: the writer's tokens. `tail_sample_ids` of the result are the
-    mapped head ids.
+    `ids` [n] and the n rows of `block` are those of the teacher's tokens. `tail_sample_ids` of the
+    result are the mapped head ids.
     """
     rows = unit_rows(alignment, block.token_logprobs, "chunk")
     assert block.head_ids is not None, "stored rows have their ids"

@@ -64,7 +64,7 @@ def with_images(
 ) -> tuple[NDArray[np.int32], SequenceImages | None]:
     """Return a prompt with all its image tokens, and its images (None if it has none).
 
-    `ids`: with one placeholder for each of the `sources`. Raises InvalidInput (`data.image_column`)
+    `ids` have one placeholder for each of the `sources`. Raises InvalidInput (`data.image_column`)
     with `where` if an image cannot be used, or if the number of placeholders differs.
     """
     places = np.flatnonzero(ids == reader.placeholder)
@@ -95,7 +95,7 @@ def image_inputs(
 ) -> dict[str, Tensor] | None:
     """Return the model's inputs for the images of lines [B, T]; None if there are none.
 
-    `images`: of each line, in order. The tensors are on the CPU: pixel_values [P, D],
+    `images` are the images of each line, in order. The tensors are on the CPU: pixel_values [P, D],
     image_grid_thw [n, 3], and mm_token_type_ids [B, T], 1 for image tokens.
     """
     present_images = [line_images for line_images in images if line_images is not None]

@@ -61,7 +61,7 @@ def count_per_set(shares: Sequence[Fraction], total: int) -> list[int]:
 def assign_sets(shares: Sequence[Fraction], first: int, count: int) -> list[int]:
     """Return the data set's index for each of `count` prompts from number `first` (from 0) on.
 
-    A data set's prompts are spread evenly. `shares`: as in `count_per_set`.
+    A data set's prompts are spread evenly. For `shares`, see `count_per_set`.
     """
     return _add_prompts(shares, count_per_set(shares, first), count)
 

@@ -50,9 +50,9 @@ def group_in_request_order(
 ) -> list[list[Item]]:
     """Divide sequences into groups so that the first group does not wait for the last rows.
 
-    `items`: in the order in which their rows were requested. Sequences that share lines are divided
-    in this order. Padded ones are grouped by length, because a group of mixed lengths would be
-    mostly padding, and the groups are sorted by the last request among their sequences.
+    `items` are in the order in which their rows were requested. Sequences that share lines are
+    divided in this order. Padded sequences are grouped by length, because a group of mixed lengths
+    would be mostly padding, and the groups are sorted by the last request among their sequences.
     """
     if layout == "padded":
         request_number = {id(item): number for number, item in enumerate(items)}
@@ -117,7 +117,10 @@ def _group_shape(longest: int, max_tokens: int, layout: Layout) -> tuple[int, in
 def _first_fit(
     lengths: Sequence[int], width: int, lines: int, layout: Layout
 ) -> list[tuple[int, int] | None]:
-    """Place each sequence in the first line with room; None if no line of `lines` has room."""
+    """Return the (line, start) of each sequence: the first line with room, or None without room.
+
+    There are at most `lines` lines of `width` tokens.
+    """
     free_tokens: list[int] = []
     placements: list[tuple[int, int] | None] = []
     for length in lengths:

@@ -153,7 +153,7 @@ class _PromptEncoder:
         reader: ImageReader | None,
         model_ids: ModelIds,
     ) -> None:
-        """`reader`: of the images of the records; None without images."""
+        """`reader` reads the images of the records; None without images."""
         self._prompt_format = form
         self._model_ids = model_ids
         self._tokenizer = tokenizer
@@ -309,7 +309,7 @@ class MixedSets(Generic[Item]):
     """
 
     def __init__(self, sets: Sequence[PromptSet[Item]], shares: Sequence[Fraction]) -> None:
-        """`shares`: of each set, positive, with the sum 1."""
+        """`shares` has the share of each set; the shares are positive and have the sum 1."""
         self._sets = sets
         self._shares = shares
 
@@ -339,10 +339,10 @@ def prompt_encoding(
 ) -> tuple[RecordReader, Encoder[Prompt]]:
     """Return a reader of the job's records, and an encoder of records as prompts.
 
-    Prompts of more than `max_tokens` tokens are skipped and counted. `with_fields`: keep all
-    columns of the records. `reader`: of their images, if the job has any. `vision_teachers`: names
-    of the teachers that accept images. Raises InvalidInput if the chat template does not suit the
-    prompts.
+    Prompts of more than `max_tokens` tokens are skipped and counted. With `with_fields`, all
+    columns of the records are kept. `reader` reads the images, if the job has images.
+    `vision_teachers` are the names of the teachers that accept images. Raises InvalidInput if the
+    chat template does not suit the prompts.
     """
     check_chat_template(data.prompt_format, template_text(tokenizer.chat_template))
     encoder = _PromptEncoder(data.prompt_format, tokenizer, max_tokens, reader, model_ids)

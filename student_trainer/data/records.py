@@ -68,7 +68,7 @@ class RecordReader:
             yield f"row {number} of {source.path}", record
 
     def build_record(self, record: Mapping[str, Any], where: str, folder: Path) -> PromptRecord:
-        """Check a row. `folder`: of the data. Raises InvalidInput if it cannot be used."""
+        """Check a row of the data in `folder`. Raises InvalidInput if the row cannot be used."""
         data, prompt_format = self.data, self.data.prompt_format
         conversation = prompt_format.conversation(record, where)
         if self.needs_answers and prompt_format.messages_column is not None:

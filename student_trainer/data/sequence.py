@@ -109,7 +109,7 @@ class Rollout(TokenSequence):
     queries: int = 0  # number of queries to the environment
     failed: bool = False  # the environment failed, not the student
     fields: Mapping[str, Any] = field(default_factory=dict)  # the record of the prompt
-    text: str = ""  # of the prompt, before the template
+    text: str = ""  # the text of the prompt, before the template is applied
     # (weights version, number of tokens sampled with it) in order; empty: the trainer sampled.
     versions: tuple[tuple[int, int], ...] = ()
 

@@ -164,7 +164,7 @@ class JobWatcher(Watcher):
 def collect_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the metrics of the student and, under eval/anchor/, of its anchor.
 
-    `rows`: of `evaluation.run`, one per model.
+    `rows` are the results of `evaluation.run`, one per model.
     """
     student, sample_count = rows[0], rows[0]["samples"]
     metrics = {

@@ -72,7 +72,7 @@ class TaskEvaluation:
         rollout_rewards: RolloutRewards | None = None,
         samples: Samples | None = None,
     ) -> None:
-        """`prompts`: of all processes; this process uses its share.
+        """`prompts` are the prompts of all processes; this process uses its share.
 
         `use_exact_match`: whether to compare answers with the references. `rollout_rewards`: the
         job's reward, or None. `samples`: None for one greedy answer per prompt.

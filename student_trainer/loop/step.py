@@ -61,7 +61,7 @@ class Objective(Protocol):
     def batch(
         self, scored_sequences: Sequence[ScoredSequence], device: torch.device, layout: Layout
     ) -> Batch:
-        """Build the tensors of one micro-batch on `device`. `layout`: as in `make_batch`."""
+        """Build the tensors of one micro-batch on `device`. For `layout`, see `make_batch`."""
 
     def loss(self, batch: Batch) -> LossFunction:
         """Return the loss of the batch as a function of the student's rows: one term per token."""

@@ -281,7 +281,7 @@ class Trainer:
     def _save(self, metrics: Mapping[str, float] | None = None) -> None:
         """Collective. Start to write the checkpoint of the last finished step, unless it exists.
 
-        `metrics`: of this step, if metrics.jsonl does not contain them yet.
+        `metrics` are the metrics of this step, if metrics.jsonl does not contain them yet.
         """
         if self.step == self._saved_step:
             return

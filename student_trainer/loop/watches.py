@@ -18,7 +18,7 @@ _STEPS = 5  # one step may be chance: with few prompts, all of them easy or hard
 _FLAT = "reward/flat_groups"
 
 _MASS = "topk/student_mass"
-_CUT_SHARE = 0.2  # of the answers of several steps
+_CUT_SHARE = 0.2  # the share of cut answers, in several steps
 
 
 class RewardWatch:

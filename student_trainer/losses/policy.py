@@ -40,11 +40,11 @@ def token_log_ratio(token_logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
 
 
 def sequence_log_ratio(token_logprobs: Tensor, old_logprobs: Tensor, sequence: Tensor) -> Tensor:
-    """Return the mean of log rho over each sequence, at each of its tokens, [N] in nats.
+    """Return for each token the mean of log rho over the token's sequence, [N] in nats.
 
     `sequence` [N] int64: the index of each token's sequence, less than N. All tokens of a sequence
-    must be in the call, so the rows must come from `fused_linear_rows`. The gradient at a token is
-    that of its own log-prob.
+    must be in the call, so the rows must come from `fused_linear_rows`. The gradient of a value is
+    the gradient of the log-prob of the same token.
     """
     token_ratios = token_log_ratio(token_logprobs, old_logprobs)
     gradient_term = token_ratios - token_ratios.detach()

@@ -199,8 +199,8 @@ def exact_kl(
 ) -> Tensor:
     """Return KL(student || teacher) ("reverse") or KL(teacher || student) ("forward"), [N] in nats.
 
-    Over the whole vocabulary: the reference for all other losses. Top-k KL with K = V equals it in
-    every tail mode.
+    This KL covers the whole vocabulary, and is the reference for all other losses. Top-k KL with
+    K = V is equal to this KL in every tail mode.
 
     Both logits [N, V] are divided by `temperature`. Log-probs below LOWEST_LOGPROB are clamped to
     it. The gradient flows through the student only.

@@ -151,8 +151,9 @@ def read(data: LogitDataset, index: int) -> PendingRows:
 def make_image_reading(reader: ImageReader, folder: str | None) -> ReadSequence:
     """Return a function like `read` for stores whose sequences name images.
 
-    `reader`: of the student. `folder`: the root of the image paths; None: the folder of the
-    captured data. The function raises Corrupt if an image is not the captured one.
+    `reader` is the student's image reader. `folder` is the root of the image paths; None means the
+    folder of the captured data. The function raises Corrupt if an image differs from the captured
+    image.
     """
 
     def read_one(data: LogitDataset, index: int) -> PendingRows:

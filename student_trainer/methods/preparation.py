@@ -127,10 +127,10 @@ def sampling_settings(
     temperature: float,
     draws: int = 0,
 ) -> SamplingSettings:
-    """Return the settings of rollouts, whoever samples them.
+    """Return the settings of rollouts, for sampling in this process or by an engine.
 
-    `top_k`: head ids to record for each sampled token; 0 records none. `draws`: ids to draw from
-    the tail of each token.
+    `top_k` is the number of head ids to record for each sampled token; 0 records none. `draws` is
+    the number of ids to draw from the tail of each token.
     """
     return SamplingSettings(
         top_k=top_k,
@@ -190,8 +190,8 @@ def held_out_evaluation(
 ) -> Evaluation:
     """Return the held-out evaluation of a job without rewards.
 
-    `read_held_out`: returns this process's sequences with their rows. `prompts`: of all processes,
-    for `eval.metric`.
+    `read_held_out` returns this process's sequences with their rows. `prompts` are the prompts of
+    all processes, for `eval.metric`.
     """
     task = (
         TaskEvaluation(prompts, accelerator, tokenizer, rollouts) if config.is_evaluated else None

@@ -252,7 +252,7 @@ class RLSteps:
     def _build_updates(
         self, update_parts: list[list[PendingRLSequence]]
     ) -> list[list[PendingRLSequence]]:
-        """Collective. Return the updates of all epochs. `update_parts`: those of one epoch.
+        """Collective. Return the updates of all epochs; `update_parts` are those of one epoch.
 
         All updates except the first have log-probs under p_old, computed once.
         """

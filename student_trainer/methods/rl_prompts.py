@@ -41,7 +41,7 @@ def load_rl_prompts(
 ) -> RLPrompts:
     """Load the prompts of the job's data set, or set up its reasoning-gym task.
 
-    `reader`: of the images of the prompts; None without images.
+    `reader` reads the images of the prompts; None without images.
 
     Raises InvalidInput if the data cannot be used (see `load_prompts`), or if the task does not
     exist, rejects its options, or has too few different prompts to hold out.

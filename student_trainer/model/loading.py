@@ -249,7 +249,7 @@ def _check_loaded(
 ) -> None:
     """Raise InvalidInput unless every weight of the model came from its own files.
 
-    `loading`: as `from_pretrained` returns it with `output_loading_info`.
+    `loading` is the report that `from_pretrained` returns with `output_loading_info`.
     """
     name, unused = student.model, loading["unexpected_keys"]
     files = [Path(file) for file in _load_pretrained(student, _weight_files)]

@@ -63,8 +63,9 @@ def body_of(model: Any) -> Any:
 def find_logit_map(model: Any, vocab_size: int | None = None) -> LogitMap | None:
     """Return the map from products of the head and the last states to the model's logits.
 
-    `vocab_size`: of the returned map. Returns None if the head is not one linear layer, or if the
-    model does anything except scaling and capping the products, or scaling the states.
+    `vocab_size` is the vocabulary size of the returned map. Returns None if the head is not one
+    linear layer, or if the model does anything except scaling and capping the products, or scaling
+    the states.
 
     The probe replaces the output of the layer by known values. A comparison of real logits would
     miss a cap that only affects large values.

@@ -41,7 +41,7 @@ class Judge:
         self._config = config
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._number = 0  # of the newest request
+        self._number = 0  # the number of the newest request
         self._received = b""  # after the newest reply
 
     def start(self) -> None:

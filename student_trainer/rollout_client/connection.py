@@ -86,7 +86,7 @@ class EngineConnection:
     ) -> EngineRollouts:
         """Return rollouts of the engine; evaluations sample with the newest weights.
 
-        `conversations`: for a job with an environment.
+        `conversations` is given for a job with an environment.
         """
         settings = replace(settings, end_ids=self.end_ids)
         if conversations is not None:

@@ -94,10 +94,10 @@ class EngineClient:
     def info(self, vocab_size: int | None = None) -> RolloutServiceInfo:
         """Return the common properties of all replicas. Log replicas that do not answer within 5 s.
 
-        `vocab_size`: of the student. Raises WrongState if two replicas differ, or if the vocabulary
-        of a replica differs from the student's, or its protocol from that of this program;
-        Unavailable if no replica answers; InvalidInput if a server is not a rollout service;
-        Unauthenticated or Forbidden if a token is refused.
+        `vocab_size` is the student's. Raises WrongState if two replicas differ, if the vocabulary
+        of a replica differs from the student's, or if the protocol of a replica differs from the
+        protocol of this program; Unavailable if no replica answers; InvalidInput if a server is not
+        a rollout service; Unauthenticated or Forbidden if a token is refused.
         """
         infos: dict[Replica, RolloutServiceInfo] = {}
         # Call all at the same time, so that two absent replicas take 5 s and not 10.

@@ -119,7 +119,9 @@ class Replica:
 
 
 def no_answer(replicas: Sequence[Replica], last_error: DistillError, seconds: float) -> Unavailable:
-    """Return the error for services that did not answer for `seconds`; `last_error`: of a call."""
+    """Return the error for services that did not answer for `seconds`, the last time with
+    `last_error`.
+    """
     addresses = ", ".join(replica.address for replica in replicas)
     if any(replica.is_placed for replica in replicas):
         return Unavailable(

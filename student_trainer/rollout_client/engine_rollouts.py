@@ -58,7 +58,10 @@ class SingleTurnRollouts:
     def __init__(
         self, client: EngineClient, settings: SamplingSettings, newest: ChooseWeights
     ) -> None:
-        """`settings`: of all orders, except the seed of `generate`. `newest`: for `generate`."""
+        """`settings` apply to all orders, except the seed of `generate`.
+
+        `newest` returns the version of the weights for `generate`.
+        """
         self._client = client
         self._settings = settings
         self._newest = newest
@@ -114,7 +117,7 @@ class EngineSearch:
         newest: ChooseWeights,
         conversations: SearchConversations,
     ) -> None:
-        """`settings`: of all orders, except marks, batches and the seed of `generate`."""
+        """`settings` apply to all orders, except marks, batches and the seed of `generate`."""
         self._client = client
         self._settings = replace(settings, marks=MARKS)
         self._newest = newest

@@ -67,9 +67,9 @@ class WeightChannel(Protocol):
 def choose_snapshot_root(run: Path, attempt: int, needed_bytes: int, *, local: bool) -> Path:
     """Return a directory for the snapshots of an attempt: in memory, or in the run directory.
 
-    `needed_bytes`: of all snapshots that exist at the same time. `local`: the engines run on this
-    machine. Deletes snapshots of killed trainers in the memory of this machine, and snapshots of
-    earlier attempts in the run directory.
+    `needed_bytes` is the size of all snapshots that exist at the same time. `local` is True if the
+    engines run on this machine. Deletes snapshots of killed trainers in the memory of this machine,
+    and snapshots of earlier attempts in the run directory.
     """
     in_run = RunDirectory(run).weights
     shutil.rmtree(in_run, ignore_errors=True)
@@ -112,9 +112,9 @@ class FileChannel:
 
         `root`: the directory for the snapshots; it is created, and `close` deletes it. `job`,
         `attempt` and `in_flight`: see WeightsVersion. The main process's `root` and `job` are used
-        on all ranks. `dtype`: of the stored weights. `adapters`: snapshots contain only the
-        student's adapters. `probe_ids` [n, T] int64: the sequences of the probe, the same in every
-        process.
+        on all ranks. `dtype` is the dtype of the stored weights. With `adapters`, snapshots contain
+        only the student's adapters. `probe_ids` [n, T] int64: the sequences of the probe, the same
+        in every process.
         """
         self._accelerator = accelerator
         self._student = student

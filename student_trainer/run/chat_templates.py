@@ -47,8 +47,8 @@ def template_warnings(
 ) -> Sequence[str]:
     """Return the first difference between the chat template of the student and of each teacher.
 
-    `templates`: of the teachers with the student's tokenizer, by label; "" for a teacher without a
-    template; None if it is unknown.
+    `templates` has the templates of the teachers with the student's tokenizer, by label: "" for a
+    teacher without a template, None if the template is unknown.
     """
     prompt_format = config.prompt_format
     if config.row_request is None or prompt_format is None or not prompt_format.chat_template:

@@ -29,7 +29,7 @@ class ThreadedTracker:
     """Runs a tracker in a separate thread. Never raises, and waits only in `close`."""
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
-        """Start the thread, which calls `make`. `name`: for log messages."""
+        """Start the thread, which calls `make`. Log messages contain `name`."""
         self._name = name
         self._make = make
         self._steps: SimpleQueue[tuple[int, Mapping[str, float]] | None] = SimpleQueue()

@@ -36,7 +36,7 @@ class Anchor:
     """
 
     def __init__(self, student: Replicated | Sharded, *, tau: float, update_period: int) -> None:
-        """Copy the student's current weights. `tau`: in [0, 1]; `update_period`: at least 1."""
+        """Copy the student's current weights. `tau` is in [0, 1]; `update_period` is at least 1."""
         self._student = student
         self._tau = tau
         self._update_period = update_period

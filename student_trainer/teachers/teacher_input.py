@@ -112,10 +112,10 @@ def privileged_prompt(
     The ids are those of the student's prompt with `context` before it; in a conversation, before
     the last user message. If the context contains the solution or feedback, its reader knows more
     than the student, and the student learns to answer without that knowledge (self-distillation,
-    for the anchor). `prompt_format`, `tokenizer`: of the reader's prompts. `context` may
-    contain {column} for every column of the data, and {prompt} and {answer} for the prompt and the
-    reference answer, whatever their columns' names. `reader`: the table of the job with the key
-    `context`.
+    for the anchor). `prompt_format` and `tokenizer` are those of the prompts of the model that
+    reads the context. `context` may contain {column} for every column of the data, and {prompt} and
+    {answer} for the prompt and the reference answer, whatever their columns' names. `reader` is the
+    table of the job with the key `context`.
 
     The function raises InvalidInput if a column does not exist, or if its prompt and the completion
     together exceed `max_tokens` tokens (None: no limit).

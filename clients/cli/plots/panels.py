@@ -18,7 +18,7 @@ DEFAULT_PANELS = (
     ("reward, accuracy", ("reward/mean", "eval/reward", "eval/accuracy"), False),
     ("tokens per second", ("tokens_per_sec",), False),
 )
-# As DEFAULTS, for jobs whose answers a rollout engine samples.
+# Further panels for jobs whose answers a rollout engine samples.
 ENGINE_METRIC = "rollout/lag"
 ENGINE_PANELS = (
     ("steps that the sampling weights are behind", (ENGINE_METRIC,), False),

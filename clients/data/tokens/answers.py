@@ -138,7 +138,7 @@ def _with_end(ids: list[int], end: int | None, eos: int | None) -> list[int]:
 
 
 _ANSWER = "zq"
-# By the tokenizer: its chat template, and the end in it.
+# For each tokenizer: its chat template, and the end token in the template.
 _TEMPLATE_ENDS: WeakKeyDictionary[Any, tuple[object, int | None]] = WeakKeyDictionary()
 
 

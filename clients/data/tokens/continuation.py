@@ -16,7 +16,7 @@ from clients.data.control_tokens import marked_ids
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# By the tokenizer; None: it puts no space before a text.
+# The backend of each tokenizer; None for a tokenizer that puts no space before a text.
 _BACKENDS: WeakKeyDictionary[Any, Tokenizer | None] = WeakKeyDictionary()
 
 

@@ -65,7 +65,7 @@ def _encode_probe(tokenizer: Any) -> None:
     try:
         tokenizer("a character that no vocabulary has: \U0010fffd")
     except BaseException as error:
-        # Of the package's Rust code: no Exception, and so passed on by every handler.
+        # A panic in the package's Rust code is no Exception, so no other handler catches it.
         if type(error).__name__ != "PanicException":
             raise
         raise ValueError(f"the tokenizer cannot encode a text: {error}") from error

@@ -56,9 +56,9 @@ class Chunk:
     def gradient(self, row_gradients: Rows, dtype: torch.dtype) -> Tensor:
         """Return d(loss)/d(products) [n, V]. Call it once.
 
-        `row_gradients`: the derivatives of the loss with respect to the rows. `dtype`: of the
-        matrix products that read the gradient. The Triton kernels write it in that dtype, which
-        saves memory traffic; otherwise it is written into the buffer.
+        `row_gradients` are the derivatives of the loss with respect to the rows. `dtype` is the
+        dtype of the matrix products that read the gradient. The Triton kernels write the gradient
+        in this dtype, which saves memory traffic; other code writes the gradient into the buffer.
         """
         head, tail = row_gradients.head_logprobs, row_gradients.tail_logmass
         token, samples = row_gradients.token_logprobs, row_gradients.sample_logprobs

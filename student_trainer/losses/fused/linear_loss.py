@@ -105,7 +105,8 @@ class _FusedLinearLoss(torch.autograd.Function):
                 losses = loss_fn(chunk.rows, index)
             chunk_results.append((losses, chunk.entropy, *_list_tensors(chunk.rows)))
         parts = [torch.cat(parts) for parts in zip(*chunk_results, strict=True)]
-        # Not save_for_backward: backward scales them in place, as the weight's gradient is large.
+        # Do not use save_for_backward: backward scales the gradients in place, because the gradient
+        # of the weight is large.
         ctx.gradients = gradients
         ctx.mark_non_differentiable(*parts)
         return parts[0].sum(), *parts

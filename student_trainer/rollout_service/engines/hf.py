@@ -47,9 +47,9 @@ class HfRolloutEngine:
     ) -> None:
         """Load the model, a directory or hub id.
 
-        `dtype`: of the computation: auto (bfloat16 on a GPU that has it), float32 or bfloat16.
-        `lora_rank`: see `student_config`. Raises InvalidInput with the option if the model, the
-        dtype or the device cannot be used.
+        `dtype` is the dtype of the computation: auto (bfloat16 on a GPU that supports it), float32
+        or bfloat16. For `lora_rank`, see `student_config`. Raises InvalidInput with the option if
+        the model, the dtype or the device cannot be used.
         """
         student = student_config(model, dtype, lora_rank)
         try:

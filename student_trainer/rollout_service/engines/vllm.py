@@ -56,11 +56,11 @@ _MARKS_CACHE_SIZE = 4
 class VllmRolloutEngine:
     """A causal language model that transformers and vLLM support, in vLLM's processes.
 
-    The model starts with random weights until the first `load`. `model`: a Hugging Face directory
-    or hub id. `dtype`: of the computation; auto: bfloat16 on a GPU, else float32. `lora_rank`: see
-    `student_config`. `gpu_memory_share` is the part of each GPU's memory that vLLM may use, in (0,
-    1]. `max_batch_tokens` is vLLM's limit of tokens per scheduler step. `sleeps`: `sleep` frees the
-    GPU's memory; needs a GPU.
+    The model has random weights until the first `load`. `model` is a Hugging Face directory or hub
+    id. `dtype` is the dtype of the computation; auto means bfloat16 on a GPU, else float32. For
+    `lora_rank`, see `student_config`. `gpu_memory_share` is the part of each GPU's memory that vLLM
+    may use, in (0, 1]. `max_batch_tokens` is vLLM's limit of tokens per scheduler step. With
+    `sleeps`, the method `sleep` frees the GPU's memory; this needs a GPU.
 
     If a process of vLLM dies, or a load of weights fails after it has begun, this process exits
     with code 1. All methods must be called from one event loop.
@@ -169,7 +169,7 @@ class VllmRolloutEngine:
     async def close(self) -> None:
         """Stop vLLM's processes. May be called twice."""
         self._watch.close()
-        # Not in a thread: vLLM's own tasks would see its processes end, and log that as an error.
+        # Do not call this in a thread: vLLM's tasks would see its processes end, and log an error.
         self._llm.shutdown(SHUTDOWN_SECONDS)
 
     async def _replace_weights(self, version: WeightsVersion, snapshot: Snapshot) -> None:
@@ -376,7 +376,7 @@ def _load_skeleton(student: StudentConfig) -> Any:
         model = AutoModelForCausalLM.from_config(load_config(student))
         if student.lora is not None:
             add_adapters(model, student)
-    with suppress(OSError):  # without a file, that of the model's config
+    with suppress(OSError):  # without the file, keep the generation config of the model's config
         model.generation_config = GenerationConfig.from_pretrained(student.model)
     return model
 

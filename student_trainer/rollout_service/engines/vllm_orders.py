@@ -31,7 +31,7 @@ _MAP_NORESERVE = 0x4000  # Linux's value; the module mmap does not define it
 class WorkerOrders:
     """Samples the steps of all orders, and keeps the records until `take` returns them.
 
-    `version`: of the model's weights; stored in every record.
+    `version` is the version of the model's weights, which is stored in every record.
     """
 
     def __init__(self) -> None:
