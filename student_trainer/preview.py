@@ -107,7 +107,7 @@ def preview_of(
     ends = end_ids(load_generation_config(config.student), tokenizer)
     facts = [("student model", config.student.model)]
     if limits.values:
-        facts.append(("limits that the job does not set", str(limits)))
+        facts.append(("values that the job does not set", str(limits)))
     if config.samples:
         facts.append(("sampled", f"at most {config.method.max_new_tokens} tokens an answer"))
     if data is not None:

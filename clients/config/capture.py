@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from clients.config.tables.common import (
     Count,
-    LimitsTable,
+    FittedTable,
     Name,
     Rule,
     StudentConfig,
@@ -37,14 +37,15 @@ class CaptureTeacher(TeacherConfig):
 class CaptureData(PromptKeys):
     """The sequences to score, in the order of the data."""
 
+    fitted = PromptKeys.fitted | {"form"}
     path: Name
-    """A .jsonl or .parquet file, a directory made by `save_to_disk`, or a hub data set id."""
+    """Records: .jsonl, .json, .csv, .parquet, a pattern, a saved directory, or a hub id."""
     name: str | None = None
     """Configuration name of a hub data set."""
     split: str = "train"
     """Split of a hub data set, or of a saved directory with splits."""
     form: Literal["completion", "messages", "text"] = "completion"
-    """completion: prompt and answer. messages: a conversation. text: plain text, packed."""
+    """completion: prompt and answer. messages: a conversation. text: packed. Unset: recognised."""
     prompt_column: str = "prompt"
     """Column with the prompt (form `completion`)."""
     answer_column: str = "answer"
@@ -77,10 +78,10 @@ class RayConfig(Table):
     """CPUs per engine. The cluster needs one more free CPU."""
 
 
-class CaptureConfig(LimitsTable):
+class CaptureConfig(FittedTable):
     """Capture: score a data set with a teacher, and store the rows for offline training."""
 
-    limits = frozenset({"max_tokens"})
+    fitted = frozenset({"max_tokens"})
     type: Literal["capture"]
     """The method."""
     store: str | None = None
@@ -193,7 +194,7 @@ class CaptureJob(JobConfig):
             ),
             (
                 data.form == "completion",
-                "data.prompt_column data.answer_column data.template",
+                "data.prompt_column data.input_column data.answer_column data.template",
                 "only data.form = 'completion' uses this key; remove the key, or set data.form",
             ),
             (
@@ -219,7 +220,7 @@ class CaptureJob(JobConfig):
             ),
             (
                 data.form == "messages",
-                "data.messages_column",
+                "data.messages_column data.completion_column",
                 "only data.form = 'messages' uses this key; remove the key, or set data.form",
             ),
             (

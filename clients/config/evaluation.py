@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -11,7 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from clients.config.tables.common import (
     Count,
     EvaluatedModel,
-    LimitsTable,
+    FittedTable,
     Name,
     Rule,
     Table,
@@ -24,10 +25,10 @@ from clients.config.tables.reward import RewardConfig
 RESULTS = "eval"  # directory of the answers and the results, in the run directory
 
 
-class EvalMethod(LimitsTable):
+class EvalMethod(FittedTable):
     """Evaluation: sample answers of a model and score them with a reward."""
 
-    limits = frozenset({"max_new_tokens"})
+    fitted = frozenset({"max_new_tokens"})
     type: Literal["eval"]
     """The method."""
     prompts: Count | None = None
@@ -137,6 +138,15 @@ class ExamConfig(Table):
     """Maximum number of concurrent requests to the endpoint."""
     patience_seconds: Annotated[float, Field(gt=0)] = 600.0
     """Seconds to wait for one answer of the endpoint."""
+
+    @property
+    def data_files(self) -> Sequence[DataFile]:
+        """The prompts."""
+        if self.data is None:
+            return ()
+        answers = self.reward.needs_reference
+        files = self.data.files(training_answers=answers, held_out_answers=answers)
+        return [replace(file, field="--data") for file in files]
 
     @model_validator(mode="after")
     def _uses_every_key(self) -> Self:

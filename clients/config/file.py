@@ -16,6 +16,7 @@ from clients.config.lines import KeyPath, Parsed, SyntaxFault, parse
 from clients.config.problems import describe, fields, holds_text
 from clients.config.sweep import LABEL, SweepFault, SweepPoint, points_of
 from clients.config.tables.after import is_output, named_values, outputs_in
+from clients.data.formats import exists_here
 from clients.data.object_urls import is_object_url, redact_place
 from protos.errors import InvalidInput
 
@@ -231,7 +232,7 @@ def localized(config: AnyJob) -> AnyJob:
     A server needs absolute paths, because it has another working directory.
     """
     for dotted, name in named_files(config):
-        if Path(name).exists():
+        if exists_here(name):
             config = replaced(config, dotted, str(Path(name).absolute()))
     return config
 

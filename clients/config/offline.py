@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from clients.config.tables.common import Count, LimitsTable, Name, Rule, refusal, refuse_unused
+from clients.config.tables.common import Count, FittedTable, Name, Rule, refusal, refuse_unused
 from clients.config.tables.data import DataFile, PromptKeys, prompt_rules
 from clients.config.tables.job import TrainingJob
 from clients.config.tables.rollouts import RolloutsConfig, rollout_rules
@@ -33,7 +33,7 @@ class OfflineData(PromptKeys):
     eval_path: str | None = None
     """A held-out store. Default: `eval.prompts` sequences are taken out of `path`."""
     eval_prompts: str | None = None
-    """A .jsonl or .parquet file of prompts and reference answers, for `eval.metric`."""
+    """Records with prompts and reference answers, as in `data.path` of `sft`, for `eval.metric`."""
     prompt_column: str = "prompt"
     """Column of `eval_prompts` and `prompts` with the prompt."""
     messages_column: Name | None = None
@@ -57,10 +57,10 @@ class OfflineData(PromptKeys):
         return self.format_of(self.prompt_column, self.messages_column)
 
 
-class OfflineConfig(LimitsTable):
+class OfflineConfig(FittedTable):
     """Offline distillation: forward KL to the rows of a store, without a running teacher."""
 
-    limits = frozenset({"max_new_tokens"})
+    fitted = frozenset({"max_new_tokens"})
     type: Literal["offline"]
     """The method."""
     tail: Literal["none", "bucket", "bucket+teacher_samples"] | None = None
@@ -202,18 +202,21 @@ class OfflineJob(TrainingJob):
 
     @property
     def data_files(self) -> Sequence[DataFile]:
-        """The prompts and reference answers for `eval.metric`."""
-        data = self.data
+        """The captured prompts, and the prompts and reference answers for `eval.metric`."""
+        data, files = self.data, list[DataFile]()
+        if data.prompts is not None:
+            files.append(DataFile("data.prompts", data.prompts, prompts=data.prompt_format))
         if not self.is_evaluated or data.eval_prompts is None:
-            return ()
+            return files
         return [
+            *files,
             DataFile(
                 "data.eval_prompts",
                 data.eval_prompts,
                 prompts=data.prompt_format,
                 answers=True,
                 answer_column=data.answer_column,
-            )
+            ),
         ]
 
     @property

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from clients.config.tables.common import (
     Address,
     Count,
-    LimitsTable,
+    FittedTable,
     Name,
     Tail,
     check_tail,
@@ -39,10 +39,10 @@ class OnPolicyTeacher(OtherTokens, TeacherConfig):
     """A teacher service and its row settings. Its tokenizer may differ from the student's."""
 
 
-class OnPolicyConfig(LimitsTable):
+class OnPolicyConfig(FittedTable):
     """On-policy distillation: the student samples answers, the teacher scores every token."""
 
-    limits = frozenset({"max_prompt_tokens", "max_new_tokens"})
+    fitted = frozenset({"max_prompt_tokens", "max_new_tokens"})
     type: Literal["on_policy"] = "on_policy"
     """The method."""
     divergence: Literal["reverse_kl", "forward_kl"] = "reverse_kl"

@@ -7,15 +7,15 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from clients.config.tables.common import Count, LimitsTable, refuse_unused
+from clients.config.tables.common import Count, FittedTable, refuse_unused
 from clients.config.tables.data import DataConfig, DataFile, prompt_rules
 from clients.config.tables.job import TrainingJob
 
 
-class SFTConfig(LimitsTable):
+class SFTConfig(FittedTable):
     """Supervised fine-tuning: cross-entropy of the reference answers; no teacher."""
 
-    limits = frozenset({"max_tokens", "max_new_tokens"})
+    fitted = frozenset({"max_tokens", "max_new_tokens"})
     type: Literal["sft"]
     """The method."""
     train_on: Literal["last", "all"] = "last"

@@ -16,7 +16,17 @@ Message: TypeAlias = Mapping[str, Any]
 TOOLS = "tools"
 # Chat templates silently drop messages with an unknown role.
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+# Roles by the names of ShareGPT.
+_SPEAKERS = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
 _FIELD = "data.messages_column"
+_COMPLETION_FIELD = "data.completion_column"
 # The keys of an answer's reasoning, as chat templates name it.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 _COLUMN = re.compile(r"\{(\w+)\}")
@@ -123,27 +133,36 @@ def text_of_content(content: Any) -> str:
 
 
 def conversation_in(
-    record: Mapping[str, Any], column: str, location: str, images: int | None = None
+    record: Mapping[str, Any],
+    column: str,
+    location: str,
+    images: int | None = None,
+    completion_column: str | None = None,
 ) -> Conversation:
     """Return the conversation in a column of a record, with the tools in its column `tools`.
 
     `location` describes the record in messages, such as `row 3 of data.jsonl`. `images`: number of
     images of the record; None if the job has no images. With images, a content may be a list of
     parts, such as {"type": "image"} and {"type": "text", "text": "..."}, with one image part per
-    image. Null keys, which Parquet adds to every message, are removed.
+    image. Null keys, which Parquet adds to every message, are removed. `completion_column`: the
+    column with the messages that follow.
 
-    Raises InvalidInput if the column is missing or has another type, or if a message has no text.
+    Raises InvalidInput if a column is missing or has another type, or if a message has no text.
     Assistant messages with tool calls need no text.
     """
-    raw_messages = record.get(column)
-    if not isinstance(raw_messages, list) or not all(map(_is_message, raw_messages)):
-        raise InvalidInput(
-            f"{location} has no list of messages in column {column!r}; its columns are"
-            f" {', '.join(record)}",
-            field=_FIELD,
-            hint='each message must be like {"role": "user", "content": "..."}',
-        )
-    messages = [_without_nulls(message) for message in raw_messages]
+    messages = list[Message]()
+    for field, name in ((_FIELD, column), (_COMPLETION_FIELD, completion_column)):
+        if name is None:
+            continue
+        column_messages = messages_in(record.get(name))
+        if column_messages is None:
+            raise InvalidInput(
+                f"{location} has no list of messages in column {name!r}; its columns are"
+                f" {', '.join(record)}",
+                field=field,
+                hint='each message must be like {"role": "user", "content": "..."}',
+            )
+        messages += column_messages
     for number, message in enumerate(messages, 1):
         _check_message(message, f"message {number} of {location}", parts=images is not None)
     if images is not None:
@@ -159,6 +178,29 @@ def require_question(conversation: Conversation, location: str) -> None:
             field=_FIELD,
             hint="remove the row, or add a user message",
         )
+
+
+def messages_in(value: Any) -> list[Message] | None:
+    """Return the messages in the value of a column; None if it is no list of messages.
+
+    A message of ShareGPT, such as {"from": "human", "value": "..."}, gets the keys role and
+    content. Null keys are removed.
+    """
+    if not isinstance(value, list):
+        return None
+    messages = [_from_share_gpt(entry) if isinstance(entry, dict) else entry for entry in value]
+    if not all(map(_is_message, messages)):
+        return None
+    return [_without_nulls(message) for message in messages]
+
+
+def _from_share_gpt(message: Message) -> Message:
+    speaker = message.get("from")
+    if message.get("role") is not None or not isinstance(speaker, str) or "value" not in message:
+        return message
+    content = {"role": _SPEAKERS.get(speaker, speaker), "content": message["value"]}
+    extra_keys = message.keys() - {"from", "value", "role", "content"}
+    return {**content, **{key: message[key] for key in message if key in extra_keys}}
 
 
 def _is_message(value: Any) -> bool:

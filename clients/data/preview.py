@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
-from clients.data.conversation import REASONING, Conversation, text_of_content
+from clients.data.conversation import REASONING, Conversation, messages_in, text_of_content
 from clients.data.prompt_format import PromptFormat
 from clients.data.records import describe_counts, describe_left_out
 from protos.errors import InvalidInput
@@ -307,11 +307,11 @@ def messages_of_others(
     prompt_format: PromptFormat, row: Mapping[str, Any]
 ) -> tuple[tuple[str, str], ...]:
     """Return the (part, text) of the messages in a row that are not assistant messages."""
-    messages = row.get(prompt_format.messages_column or "")
+    messages = messages_in(row.get(prompt_format.messages_column or ""))
     return tuple(
         (f"{message['role']} message", text_of_content(message.get("content")))
-        for message in (messages if isinstance(messages, list) else ())
-        if isinstance(message, dict) and message.get("role") != "assistant"
+        for message in messages or ()
+        if message["role"] != "assistant"
     )
 
 

@@ -34,8 +34,9 @@ _SYSTEM = ("system", "developer")
 class PromptFormat:
     """The format of a job's prompts. The attributes are keys of the table `data`.
 
-    messages_column: None if the prompt is the text in `prompt_column`. image_column: None if
-    prompts have no images.
+    messages_column: None if the prompt is the text in `prompt_column`. input_column: a text that
+    follows this text in a new line, unless it is empty. completion_column: messages that follow
+    those of `messages_column`. image_column: None if prompts have no images.
     """
 
     prompt_column: str = "prompt"
@@ -45,14 +46,17 @@ class PromptFormat:
     chat_template: bool = True
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     image_column: str | None = None
+    input_column: str | None = None
+    completion_column: str | None = None
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that `conversation` reads. The first column must exist."""
-        image_columns = () if self.image_column is None else (self.image_column,)
+        other_columns = (self.image_column, self.input_column, self.completion_column)
+        existing = tuple(column for column in other_columns if column is not None)
         if self.messages_column is None:
-            return (self.prompt_column, *image_columns)
-        return (self.messages_column, TOOLS, *image_columns)
+            return (self.prompt_column, *existing)
+        return (self.messages_column, TOOLS, *existing)
 
     def conversation(self, record: Mapping[str, Any], location: str) -> Conversation:
         """Return the conversation of a record. A final assistant message is included.
@@ -63,9 +67,10 @@ class PromptFormat:
         column = self.image_column
         images = None if column is None else len(images_of(record, column, location))
         if self.messages_column is None:
-            text = text_of(record, self.prompt_column, "data.prompt_column", location)
-            return self.conversation_of_text(text, images or 0)
-        conversation = conversation_in(record, self.messages_column, location, images)
+            return self.conversation_of_text(self._prompt_text(record, location), images or 0)
+        conversation = conversation_in(
+            record, self.messages_column, location, images, self.completion_column
+        )
         if self.system is not None and any(m["role"] in _SYSTEM for m in conversation.messages):
             raise InvalidInput(
                 f"{location} has its own system message",
@@ -88,7 +93,14 @@ class PromptFormat:
         """Return the prompt text for rewards: the last user message, without the template."""
         if self.messages_column is not None:
             return conversation.question
-        return text_of(record, self.prompt_column, "data.prompt_column", "the record")
+        return self._prompt_text(record, "the record")
+
+    def _prompt_text(self, record: Mapping[str, Any], location: str) -> str:
+        text = text_of(record, self.prompt_column, "data.prompt_column", location)
+        if self.input_column is None or record.get(self.input_column) is None:
+            return text
+        more_text = text_of(record, self.input_column, "data.input_column", location)
+        return f"{text}\n{more_text}" if more_text else text
 
     def renders(self, tokenizer: Any) -> bool:
         """Return whether prompts are rendered by the tokenizer's chat template."""

@@ -1,29 +1,30 @@
-"""Reads the records of a data set: JSON lines, Parquet, a saved directory, or a hub id."""
+"""Reads the records of a data set: files, a saved directory, or a hub id; and their values."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence, Set
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clients.data.outside import parse_json, parse_number, parse_text
+from clients.data.formats import FORMATS, files_of, read_records
+from clients.data.outside import parse_number, parse_text
+from clients.data.parquet import Record, first_line, from_arrow
 from protos.errors import InvalidInput
 from protos.extras import install_command
 
 log = logging.getLogger(__name__)
-
-FILE_SUFFIXES = (".jsonl", ".parquet")
 
 
 @dataclass(frozen=True)
 class DataSet:
     """The location of a data set.
 
-    path: a .jsonl or .parquet file, a directory of `save_to_disk`, or a hub id
+    path: a file or a pattern of files (see `formats`), a directory of `save_to_disk`, or a hub id
     name, split: configuration and split of a hub data set; `split` also of a saved directory
     field: the key that errors name
     """
@@ -33,25 +34,32 @@ class DataSet:
     split: str = "train"
     field: str = "data.path"
 
-    def records(self, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-        """Yield every record in order, with those `columns` that exist, and possibly more columns.
+    def rows(self, columns: Sequence[str]) -> Iterator[tuple[str, Record]]:
+        """Yield every record in order, with its place for messages, such as `row 3 of a.jsonl`.
 
-        Raises InvalidInput if a line is not a JSON object, if the data set cannot be loaded, or if
-        the package `datasets` is needed and not installed.
+        The records have those `columns` that exist, and possibly more columns. Raises InvalidInput
+        if a line is not a JSON object, if the data set cannot be loaded, or if the package
+        `datasets` is needed and not installed.
         """
-        if self.path.endswith(".jsonl"):
-            yield from self._read_json_lines()
-        elif self.path.endswith(".parquet"):
-            yield from self._read_parquet(columns)
-        else:
-            dataset = self._load_with_datasets()
-            float32_columns = {
-                name
-                for name, feature in (dataset.features or {}).items()
-                if getattr(feature, "dtype", "") in ("float32", "float16")
-            }
-            for record in dataset:
-                yield _from_arrow(record, float32_columns)
+        files = files_of(self.path, self.field)
+        for path in files:
+            for number, record in enumerate(read_records(path, columns, self.field), 1):
+                yield f"row {number} of {path}", record
+        if files:
+            return
+        dataset = self._load_with_datasets()
+        float32_columns = {
+            name
+            for name, feature in (dataset.features or {}).items()
+            if getattr(feature, "dtype", "") in ("float32", "float16")
+        }
+        for number, record in enumerate(dataset, 1):
+            yield f"row {number} of {self.path}", from_arrow(record, float32_columns)
+
+    def records(self, columns: Sequence[str]) -> Iterator[Record]:
+        """Yield the records of `rows`."""
+        for _, record in self.rows(columns):
+            yield record
 
     def fingerprint(self) -> str:
         """Return a text that changes if the records change.
@@ -61,47 +69,23 @@ class DataSet:
         path = Path(self.path)
         if path.is_file():
             return _hash_file(path)
+        files = [Path(name) for name in files_of(self.path, self.field)]
         if path.is_dir():
             files = sorted(file for file in path.rglob("*") if file.is_file())
-            facts = [[file.relative_to(path).as_posix(), _hash_file(file)] for file in files]
+        if files:
+            root = path if path.is_dir() else Path(os.path.commonpath([f.parent for f in files]))
+            facts = [[file.relative_to(root).as_posix(), _hash_file(file)] for file in files]
             facts.append([self.split, self.name or ""])
             return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         fingerprint: str = self._load_with_datasets()._fingerprint
         return fingerprint
-
-    def _read_json_lines(self) -> Iterator[Mapping[str, Any]]:
-        with open(self.path, "rb") as lines:
-            for number, line in enumerate(lines, 1):
-                record = record_in(line, f"{self.path}:{number}", self.field)
-                if record is not None:
-                    yield record
-
-    def _read_parquet(self, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-        import pyarrow.parquet
-
-        try:
-            yield from self._read_table(pyarrow.parquet.ParquetFile(self.path), columns)
-        # A text that is not UTF-8 is a UnicodeDecodeError, which is a ValueError too.
-        except (pyarrow.ArrowException, OSError, ValueError) as error:
-            raise InvalidInput(
-                f"{self.path} cannot be read as Parquet: {_first_line(error)}",
-                field=self.field,
-                hint="write the file again, with texts in UTF-8",
-            ) from error
-
-    def _read_table(self, file: Any, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-        existing_columns = [name for name in file.schema_arrow.names if name in columns]
-        # If the first column does not exist, read all: the error message lists the existing ones.
-        selected_columns = existing_columns if columns and columns[0] in existing_columns else None
-        for batch in file.iter_batches(columns=selected_columns):
-            yield from records_in(batch)
 
     def _load_with_datasets(self) -> Any:
         try:
             import datasets
         except ImportError as error:
             raise InvalidInput(
-                f"{self.path} is not a .jsonl or .parquet file, and other data needs the package"
+                f"{self.path} is no file of records ({FORMATS}), and other data needs the package"
                 " `datasets`, which is not installed",
                 field=self.field,
                 hint=install_command("train"),
@@ -113,68 +97,11 @@ class DataSet:
             return saved_data[self.split] if _has_splits(self.path) else saved_data
         except Exception as error:  # the library raises anything from ValueError to OSError here
             raise InvalidInput(
-                f"cannot load the data set {self.path!r}: {_first_line(error)}",
+                f"cannot load the data set {self.path!r}: {first_line(error)}",
                 field=self.field,
                 hint="check data.path, data.name, data.split and the network, or give a .jsonl"
                 " file",
             ) from error
-
-
-def records_in(batch: Any) -> Iterator[dict[str, Any]]:
-    """Yield the records of a pyarrow.RecordBatch in the form of .jsonl records.
-
-    Raises ValueError for a text that is not UTF-8.
-    """
-    narrow_types = ("halffloat", "float")
-    float32_columns = {entry.name for entry in batch.schema if str(entry.type) in narrow_types}
-    for record in batch.to_pylist():
-        yield _from_arrow(record, float32_columns)
-
-
-def _from_arrow(record: Mapping[str, Any], float32_columns: Set[str]) -> dict[str, Any]:
-    """Convert an Arrow record to the form of a .jsonl record.
-
-    Null keys of structs, which Arrow adds for other rows, are removed. A float32 0.1 becomes 0.1,
-    not 0.10000000149011612.
-    """
-    from numpy import float32
-
-    return {
-        column: float(str(float32(value)))
-        if column in float32_columns and isinstance(value, float)
-        else _without_nulls(value)
-        for column, value in record.items()
-    }
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
-    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
-
-
-def record_in(line: bytes, location: str, field: str) -> dict[str, Any] | None:
-    """Parse a line of a .jsonl file. Returns None if the line is blank.
-
-    `location` is the location of the line in messages, such as `data.jsonl:3`. Raises InvalidInput,
-    naming `field`, if the line is not a JSON object in UTF-8.
-    """
-    try:
-        text = line.decode("utf-8-sig").strip()
-        record = parse_json(text) if text else None
-    except ValueError as error:
-        raise InvalidInput(
-            f"{location} is not JSON: {error}",
-            field=field,
-            hint="each line must be one JSON object, in UTF-8",
-        ) from error
-    if text and not isinstance(record, dict):
-        raise InvalidInput(
-            f"{location} is not a JSON object",
-            field=field,
-            hint='each line must be like {"prompt": "..."}',
-        )
-    return record
 
 
 def text_of(record: Mapping[str, Any], column: str, field: str, location: str) -> str:
@@ -288,10 +215,6 @@ def check_left_out(reasons: Mapping[str, int], records: int, most: float, field:
 
 def _has_splits(path: str) -> bool:
     return (Path(path) / "dataset_dict.json").is_file()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _hash_file(file: Path) -> str:

@@ -14,8 +14,9 @@ import grpc
 
 from clients.config.file import named_files, replaced
 from clients.config.kinds import AnyJob
+from clients.data.formats import FILE_SUFFIXES, exists_here, files_of, is_pattern
 from clients.data.models.files import MODEL_KEYS, list_model_files
-from clients.data.records import FILE_SUFFIXES, DataSet, images_of
+from clients.data.records import DataSet, images_of
 from clients.jobs.connection import ServerConnection
 from protos import distill_pb2 as pb
 from protos.distill_pb2_grpc import DistillStub
@@ -50,11 +51,13 @@ class LocalFiles:
     """A file or directory of this machine that a job names under `key`.
 
     `files`: local paths by their paths in the upload, which begin with the name of `place`.
+    `pattern`: of the files in the directory `place`, if the job names a pattern.
     """
 
     key: str
     place: Path
     files: Mapping[str, Path]
+    pattern: str = ""
 
 
 def local_files(job: AnyJob) -> list[LocalFiles]:
@@ -65,7 +68,7 @@ def local_files(job: AnyJob) -> list[LocalFiles]:
     """
     uploads = []
     for key, name in named_files(job):
-        if not Path(name).exists():
+        if not exists_here(name):
             _refuse_missing(key, name)
             continue
         if key == "reward.file":
@@ -76,7 +79,10 @@ def local_files(job: AnyJob) -> list[LocalFiles]:
             )
         _refuse_images(job, key, name)
         # Do not resolve links: the name may be a link, as in a cache of the hub.
-        uploads.append(_list_files(key, Path(os.path.abspath(name))))
+        path = os.path.abspath(name)
+        uploads.append(
+            _list_matches(key, path) if is_pattern(name) else _list_files(key, Path(path))
+        )
     return uploads
 
 
@@ -85,7 +91,7 @@ def paths_of_server(job: AnyJob) -> list[tuple[str, str, str]]:
     return [
         (key, name, _similar_path(Path(name)))
         for key, name in named_files(job)
-        if Path(name).is_absolute() and not Path(name).exists()
+        if Path(name).is_absolute() and not exists_here(name)
     ]
 
 
@@ -105,7 +111,7 @@ class Uploader:
             sources = tuple(local.files.values())
             if sources not in self._paths:
                 self._paths[sources] = self._upload_files(local)
-            job = replaced(job, local.key, self._paths[sources])
+            job = replaced(job, local.key, os.path.join(self._paths[sources], local.pattern))
         return job
 
     def _upload_files(self, local: LocalFiles) -> str:
@@ -270,6 +276,23 @@ def _list_files(key: str, place: Path) -> LocalFiles:
         source_by_path = {f"{place.name}/{name}": place / name for name in names}
     if not source_by_path:
         raise InvalidInput(f"{place} has no files to send", field=key, hint="name a file")
+    _check_names(key, place, source_by_path)
+    return LocalFiles(key, place, source_by_path)
+
+
+def _list_matches(key: str, pattern: str) -> LocalFiles:
+    """Return the files that an absolute pattern matches, below their common directory."""
+    files = [Path(name) for name in files_of(pattern, key)]
+    place = Path(pattern)
+    while is_pattern(str(place)):
+        place = place.parent
+    source_by_path = {f"{place.name}/{f.relative_to(place).as_posix()}": f for f in files}
+    _check_names(key, place, source_by_path)
+    return LocalFiles(key, place, source_by_path, str(Path(pattern).relative_to(place)))
+
+
+def _check_names(key: str, place: Path, source_by_path: Mapping[str, Path]) -> None:
+    """Raise InvalidInput if there are too many files, or if a file has an unsuitable name."""
     if len(source_by_path) > MAX_UPLOAD_FILES:
         raise InvalidInput(
             f"{place} has {len(source_by_path)} files; at most {MAX_UPLOAD_FILES} are sent",
@@ -284,7 +307,6 @@ def _list_files(key: str, place: Path) -> LocalFiles:
                 hint=f"rename the file: use printable characters, and at most"
                 f" {MAX_UPLOAD_PATH_BYTES} bytes with the directories",
             )
-    return LocalFiles(key, place, source_by_path)
 
 
 def _folder_files(key: str, place: Path) -> Iterator[Path]:

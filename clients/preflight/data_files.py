@@ -7,59 +7,66 @@ Hub ids, URLs and directories are left to the job's program.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 from clients.config.tables.data import Columns, DataFile
 from clients.config.tables.job import JobConfig
+from clients.data.formats import (
+    exists_here,
+    files_of,
+    read_start,
+    suffix_of,
+    unknown_format_error,
+)
 from clients.data.images import image_file
 from clients.data.object_urls import is_object_url
-from clients.data.outside import open_regular
 from clients.data.prompt_format import PromptFormat
-from clients.data.records import FILE_SUFFIXES, images_of, record_in, records_in, weight_of
+from clients.data.records import images_of, weight_of
+from clients.preflight.columns import fit_columns
+from clients.preflight.limits import Limits
 from protos.errors import InvalidInput
+
+# File suffixes that no hub id has: such a name is refused even if the file does not exist.
+_REFUSED_SUFFIXES = (".tsv", ".txt", ".xlsx")
 
 # The first records of a file.
 Records: TypeAlias = Sequence[Mapping[str, Any]]
 
-_MAX_RECORDS = 8
-# Bytes that are read to find the first records. A longer line is not parsed.
-_MAX_BYTES = 1 << 20
-# File suffixes that no hub id has: such a name is refused even if the file does not exist.
-_REFUSED_SUFFIXES = (".csv", ".tsv", ".json", ".txt", ".xlsx")
-_PARQUET_MAGIC = b"PAR1"
-# Calls of the package `datasets` that read other formats.
-_READERS = {".csv": "from_csv", ".json": "from_json", ".txt": "from_text"}
 
-
-def check_data(config: JobConfig) -> None:
+def check_data(config: JobConfig, *, only_existing: bool = False) -> None:
     """Raise InvalidInput if a local data file cannot be read or lacks a column that is read.
 
-    A file is refused if its format is not .jsonl or .parquet, if it has no records, or if a column
-    is in none of its first records. Never blocks on a pipe.
+    A file is refused if its format is not supported, if it has no records, or if a column is in
+    none of its first records. Columns that the job does not set are recognised. Never blocks on a
+    pipe. `only_existing`: a missing file is one of the server.
     """
-    for data_file in config.data_files:
-        if not is_object_url(data_file.path):
-            check_file(data_file)
+    columns, _ = fit_columns(config, config.data_files)
+    for data_file in Limits(columns).apply(config).data_files:
+        is_skipped = only_existing and not exists_here(data_file.path)
+        if not is_skipped and not is_object_url(data_file.path):
+            check_data_file(data_file)
 
 
-def check_file(data_file: DataFile) -> None:
-    """Check one data file, as `check_data` does; hub ids and directories are not checked."""
-    path = Path(data_file.path)
+def check_data_file(data_file: DataFile) -> None:
+    """Check the files of a DataFile, as `check_data` does; not hub ids and directories."""
+    path, field = data_file.path, data_file.field
     try:
-        if path.suffix not in FILE_SUFFIXES:
-            if path.suffix in _REFUSED_SUFFIXES or path.is_file():
-                raise _unknown_format_error(data_file)
-            return
-        with open_regular(path) as file:
-            read_start = _read_json_start if path.suffix == ".jsonl" else _read_parquet_start
-            columns, records = read_start(file, data_file)
+        if not suffix_of(path) and (path.endswith(_REFUSED_SUFFIXES) or Path(path).is_file()):
+            raise unknown_format_error(path, field)
+        for name in files_of(path, field):
+            columns, records = read_start(name, field)
+            _check_records(replace(data_file, path=name), columns, records)
     except OSError as error:
         raise InvalidInput(
-            f"cannot read {data_file.path}: {error.strerror or error}",
-            field=data_file.field,
+            f"cannot read {error.filename or path}: {error.strerror or error}",
+            field=field,
             hint="give a regular file that the job's program may read",
         ) from error
+
+
+def _check_records(data_file: DataFile, columns: Sequence[str], records: Records) -> None:
     for key, column in _expected_columns(data_file):
         if columns and column not in columns:
             raise InvalidInput(
@@ -93,8 +100,9 @@ def _expected_columns(data_file: DataFile) -> Columns:
         columns = (("data.weight_column", weight_column), *columns)
     if prompts is None:
         return columns
-    if prompts.image_column is not None:
-        columns = (("data.image_column", prompts.image_column), *columns)
+    for key in ("image_column", "input_column", "completion_column"):
+        if (column := getattr(prompts, key)) is not None:
+            columns = ((f"data.{key}", column), *columns)
     if prompts.messages_column is not None:
         return (("data.messages_column", prompts.messages_column), *columns)
     if data_file.answers:
@@ -139,93 +147,3 @@ def _check_prompts(data_file: DataFile, prompts: PromptFormat, records: Records)
             field="data.answer_column",
             hint="set the key to the column of the reference answers",
         )
-
-
-def _unknown_format_error(data_file: DataFile) -> InvalidInput:
-    path = Path(data_file.path)
-    reader = _READERS.get(path.suffix)
-    converted_path = str(path.with_suffix(".jsonl"))
-    call = f"import datasets as d; d.Dataset.{reader}({str(path)!r}).to_json({converted_path!r})"
-    return InvalidInput(
-        f"{data_file.path} is neither a .jsonl nor a .parquet file, the two supported formats",
-        field=data_file.field,
-        hint=f'convert the file: python -c "{call}"'
-        if reader
-        else "convert the file to one of these formats",
-    )
-
-
-def _read_json_start(file: BinaryIO, data_file: DataFile) -> tuple[list[str], Records]:
-    """Return the columns and the first records; both empty if the first line is very long."""
-    content = file.read(_MAX_BYTES)
-    if b"\0" in content[:4096] or content.startswith(_PARQUET_MAGIC):
-        raise InvalidInput(
-            f"{data_file.path} is a binary file, not JSON lines",
-            field=data_file.field,
-            hint="write one JSON object in each line, in UTF-8; a Parquet file ends in .parquet",
-        )
-    lines = content.split(b"\n")
-    is_complete = len(content) < _MAX_BYTES
-    records: list[Mapping[str, Any]] = []
-    for number, line in enumerate(lines if is_complete else lines[:-1], 1):
-        record = record_in(line, f"{data_file.path}:{number}", data_file.field)
-        if record is not None:
-            records.append(record)
-        if len(records) == _MAX_RECORDS:
-            break
-    if is_complete and not records:
-        raise _no_records_error(data_file)
-    return list(dict.fromkeys(column for record in records for column in record)), records
-
-
-def _read_parquet_start(file: BinaryIO, data_file: DataFile) -> tuple[list[str], Records]:
-    """Return the columns of the schema and the first records; both empty without pyarrow.
-
-    The records are read only if the job checks them.
-    """
-    if file.read(len(_PARQUET_MAGIC)) != _PARQUET_MAGIC:
-        raise _not_parquet_error(data_file, "the file does not start with PAR1")
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        return [], []
-    file.seek(0)
-    try:
-        parquet_file = pyarrow.parquet.ParquetFile(file)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise _not_parquet_error(
-            data_file, (str(error).splitlines() or ["no footer"])[0]
-        ) from error
-    if not parquet_file.metadata.num_rows:
-        raise _no_records_error(data_file)
-    if data_file.prompts is None:
-        return list(parquet_file.schema_arrow.names), []
-    try:
-        groups = range(parquet_file.metadata.num_row_groups)
-        group_with_rows = next(
-            group for group in groups if parquet_file.metadata.row_group(group).num_rows
-        )
-        batch = next(
-            parquet_file.iter_batches(batch_size=_MAX_RECORDS, row_groups=[group_with_rows])
-        )
-        records = list(records_in(batch))
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise _not_parquet_error(data_file, (str(error).splitlines() or ["damaged"])[0]) from error
-    return list(parquet_file.schema_arrow.names), records
-
-
-def _not_parquet_error(data_file: DataFile, problem: str) -> InvalidInput:
-    return InvalidInput(
-        f"{data_file.path} is not a Parquet file: {problem.rstrip('.')}",
-        field=data_file.field,
-        hint="write the file again; the name of a file of JSON lines ends in .jsonl",
-    )
-
-
-def _no_records_error(data_file: DataFile) -> InvalidInput:
-    return InvalidInput(
-        f"{data_file.path} has no records",
-        field=data_file.field,
-        hint="give a file with at least one record",
-    )

@@ -13,6 +13,7 @@ from clients.config.file import named_files, named_urls
 from clients.config.kinds import AnyJob
 from clients.config.tables.common import EvaluatedModel, StudentConfig
 from clients.config.tables.job import JobConfig, TrainingJob
+from clients.data.formats import FILE_SUFFIXES, files_of, is_pattern
 from clients.data.models.files import (
     refuse_adapter,
     refuse_code,
@@ -26,7 +27,6 @@ from clients.data.prompt_format import (
     default_template,
     template_text,
 )
-from clients.data.records import FILE_SUFFIXES
 from clients.data.tokens.tokenizer import chat_templates_in, read_template
 from clients.preflight.data_files import check_data
 from clients.preflight.disk import check_space
@@ -90,8 +90,8 @@ def check_here(
         check_packages(config)
         check_gpus(config)
     check_files(config, hint)
-    check_data(config)
     config = (resumed_limits(config, run) or fit_limits(config)).apply(config)
+    check_data(config)
     if config.answering_student is not None:
         check_student(config.answering_student)
         check_template(config, config.answering_student.model)
@@ -123,6 +123,9 @@ def check_files(config: AnyJob, hint: str = RELATIVE_PATH_HINT) -> None:
         is_local = has_suffix or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
         is_local = is_local or "\0" in name
         try:
+            if is_pattern(name):
+                files_of(name, key)
+                continue
             exists = Path(name).is_file() if has_suffix else Path(name).exists()
         except OSError as error:  # the name is too long, or a directory is not readable
             problem = f"cannot access {name}: {error.strerror}"

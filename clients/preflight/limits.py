@@ -1,10 +1,11 @@
-"""Limits that a job does not set fit its models and its data.
+"""Limits and columns that a job does not set fit its models and its data.
 
 The default of a limit, such as `method.max_prompt_tokens` or `eval.prompts`, is for large models
 and data. Unless the job sets it, it shrinks to the context of the student and of the teachers, and
-to a tenth of the records. The result is a function of the job, the config.json of the student, the
-teachers' infos and the first records, so preflight, preview and training find the same one. An
-attempt writes it to the run directory, and attempts that continue its work read it there.
+to a tenth of the records. `columns.py` recognises the columns of the data. The result is a function
+of the job, the config.json of the student, the teachers' infos and the first records, so preflight,
+preview and training find the same one. An attempt writes it to the run directory, and attempts that
+continue its work read it there.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from clients.data.models.shape import context_of
 from clients.data.object_urls import is_object_url
 from clients.data.outside import read_document
 from clients.data.records import DataSet
+from clients.preflight.columns import fit_columns
 from clients.runs.directory import RunDirectory, replace_file
 from clients.store.dataset import LogitDataset
 from protos.errors import DistillError, InvalidInput
@@ -46,15 +48,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """Values for limits that a job does not set, by key, and the reason for each; often empty."""
+    """Values for keys that a job does not set, by key, and the reason for each; often empty.
 
-    values: Mapping[str, int] = field(default_factory=dict)
+    The last of several columns has the reason for all of them.
+    """
+
+    values: Mapping[str, int | str] = field(default_factory=dict)
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """Return one line for people; "" without values."""
         return "; ".join(
-            f"{key} = {value} ({self.reasons[key]})" for key, value in self.values.items()
+            f"{key} = {value}" + (f" ({self.reasons[key]})" if key in self.reasons else "")
+            for key, value in self.values.items()
         )
 
     def apply(self, config: _Job) -> _Job:
@@ -77,14 +83,20 @@ def is_set(config: JobConfig, key: str) -> bool:
 def fit_limits(
     config: JobConfig, teachers: Mapping[str, int] | None = None, *, remote: bool = False
 ) -> Limits:
-    """Return the limits of a job that it does not set and that must be below their defaults.
+    """Return the columns and limits that a job does not set and that must differ from the defaults.
 
     `teachers`: tokens that its teachers read, by label, as far as known. `remote`: read models and
-    data of the hub too. What cannot be read changes nothing: other checks report it.
+    data of the hub too. What cannot be read changes nothing: other checks report it. Raises
+    InvalidInput as `fit_columns` does.
     """
-    contexts = {**_read_contexts(config, remote=remote), **(teachers or {})}
-    values: dict[str, int] = {}
+    values: dict[str, int | str] = {}
     reasons: dict[str, str] = {}
+    columns, layout = fit_columns(config, config.data_files, remote=remote)
+    if columns:
+        values |= columns
+        reasons[[*columns][-1]] = layout
+        config = Limits(columns).apply(config)
+    contexts = {**_read_contexts(config, remote=remote), **(teachers or {})}
     if contexts:
         reader = min(contexts, key=lambda name: contexts[name])
         lengths = _fit_lengths(config, contexts[reader])
@@ -122,7 +134,7 @@ def write_limits(run: Path, limits: Limits) -> None:
     """Log the limits, and write them to the run directory for later attempts."""
     replace_file(run / LIMITS_FILE, json.dumps(vars(limits)) + "\n")
     if limits.values:
-        log.info("limits that the job does not set: %s", limits)
+        log.info("values that the job does not set: %s", limits)
 
 
 def check_lengths(config: JobConfig, reader: str, context: int | None) -> None:

@@ -8,7 +8,7 @@ The owner is the server or the command that started the program.
     control.json    written by the owner: a request to stop
     teacher.json    written by the owner: the address of the teacher that it started for the job
     environment.json, code.diff  software, hardware and code of the newest attempt
-    limits.json     the limits that the job does not set; kept as long as attempts continue work
+    limits.json     the values that the job does not set; kept as long as attempts continue work
     preview.json    the training data, token by token; written once, at the first start
     metrics.jsonl   one JSON object per step; no step occurs twice, even after a resume
     logs/attempt-N/ rank-0.log, and the files of the attempt's shim

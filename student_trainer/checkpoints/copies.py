@@ -1,7 +1,7 @@
 """Copies of a run in object storage, from which the run can resume on another machine.
 
     URL/NAME/   job.json                 the resolved job; another job with this name is refused
-                limits.json              the limits that the job does not set
+                limits.json              the values that the job does not set
                 metrics.jsonl            at least the steps up to the newest checkpoint
                 checkpoints/step-000050/ as in the run directory; complete once it has manifest.json
                 export/                  the same

@@ -64,8 +64,7 @@ class RecordReader:
             columns.append(self.data.teacher_column)
         if self.data.weight_column is not None:
             columns.append(self.data.weight_column)
-        for number, record in enumerate(source.records([] if self.with_fields else columns), 1):
-            yield f"row {number} of {source.path}", record
+        yield from source.rows([] if self.with_fields else columns)
 
     def build_record(self, record: Mapping[str, Any], where: str, folder: Path) -> PromptRecord:
         """Check a row of the data in `folder`. Raises InvalidInput if the row cannot be used."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 from clients.config.tables.environment import SearchConfig
+from clients.data.formats import exists_here
 from clients.data.records import DataSet, text_of
 from protos.errors import InvalidInput
 from protos.extras import install_command
@@ -16,7 +16,7 @@ _FIELD = "environment.retriever"
 
 
 class LocalRetriever:
-    """BM25 search over the passages of a .jsonl or .parquet file, held in memory.
+    """BM25 search over the passages of a file, held in memory.
 
     A passage is the column `contents`: its title, a line end and its text, as in the corpus of
     Search-R1.
@@ -70,12 +70,12 @@ class LocalRetriever:
 
 
 def _read_corpus(path: str) -> list[str]:
-    if not Path(path).is_file():
+    if not exists_here(path):
         raise InvalidInput(
             f"no such file: {path}", field=_FIELD, hint="give the path of a corpus file"
         )
-    records = enumerate(DataSet(path, field=_FIELD).records([COLUMN]), 1)
-    corpus = [text_of(record, COLUMN, _FIELD, f"row {n} of {path}") for n, record in records]
+    rows = DataSet(path, field=_FIELD).rows([COLUMN])
+    corpus = [text_of(record, COLUMN, _FIELD, where) for where, record in rows]
     if not any(passage.strip() for passage in corpus):
         raise InvalidInput(
             f"{path} has no passages",

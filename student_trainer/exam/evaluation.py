@@ -15,6 +15,7 @@ from typing import Any
 
 from clients.config.evaluation import ExamConfig
 from clients.config.tables.data import DataConfig
+from clients.preflight.columns import with_columns
 from protos.errors import InvalidInput
 from protos.extras import install_command
 from protos.rpc.failpoints import failpoint
@@ -26,6 +27,8 @@ from student_trainer.rewards import make_rewards
 RESULT = "result.json"
 _SECONDS_BETWEEN_LINES = 10.0
 _PROMPT_KEYS = ("messages_column", "system", "chat_template", "template_arguments")
+# Left out if they are not set, because the answers of earlier versions do not have them.
+_ADDED_KEYS = ("input_column", "completion_column")
 
 
 class Watcher:
@@ -60,7 +63,7 @@ def run(config: ExamConfig, watcher: Watcher | None = None) -> list[dict[str, An
     a DistillError if the evaluation cannot finish, and ExamStopped if the watcher requests it;
     stored answers stay on disk.
     """
-    out = Path(config.out)
+    out, config = Path(config.out), with_columns(config)
     # A length penalty is part of training, not of the quality of an answer.
     with make_rewards(config.reward.model_copy(update={"length": None})) as rewards:
         questions = load_questions(config)
@@ -136,7 +139,8 @@ def _collect_settings(config: ExamConfig, model: str) -> dict[str, Any]:
     """
     data, method, is_local = config.data, config.method, config.endpoint is None
     weights = [(file.name, file.stat()) for file in sorted(Path(model).glob("*.safetensors"))]
-    format_values = (data or DataConfig(path="-")).model_dump(mode="json")
+    format_values = (data or DataConfig(path="-")).model_dump()
+    added_columns = {key: format_values[key] for key in _ADDED_KEYS if format_values[key]}
     return {
         "model": model,
         "temperature": method.temperature,
@@ -149,6 +153,7 @@ def _collect_settings(config: ExamConfig, model: str) -> dict[str, Any]:
         "template": data.template if data else config.reward.template,
         "prompt_column": data.prompt_column if data else None,
         **{key: format_values[key] for key in _PROMPT_KEYS},
+        **added_columns,
         "weights": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in weights]
         if is_local
         else None,

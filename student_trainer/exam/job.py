@@ -11,6 +11,7 @@ from typing import Any
 
 from clients.config.evaluation import EvalJob, ExamConfig
 from clients.config.file import named_files
+from clients.data.formats import exists_here
 from clients.data.models.files import use_caches_if_away
 from clients.preflight.files import check_files, check_here
 from clients.preflight.limits import fit_limits, read_limits, write_limits
@@ -50,7 +51,7 @@ def evaluate(run: RunDirectory, job: EvalJob, progress: Progress) -> Verdict:
     check_files(job)
     job = files_on_disk(job)
     check_here(job, run.path)
-    if not all(Path(name).exists() for _, name in named_files(job)):
+    if not all(exists_here(name) for _, name in named_files(job)):
         use_caches_if_away()
     limits = read_limits(run.path) or fit_limits(job, remote=True)
     write_limits(run.path, limits)

@@ -86,8 +86,7 @@ def fingerprint(config: ExamConfig) -> str:
 
 def _read_questions(data: DataConfig, *, needs_reference: bool) -> Iterator[Question]:
     source = DataSet(data.path, data.name, data.split, "--data")
-    for number, record in enumerate(source.records([])):
-        where = f"row {number + 1} of {data.path}"
+    for number, (where, record) in enumerate(source.rows([])):
         conversation = data.prompt_format.conversation(record, where)
         require_question(conversation, where)
         reference = conversation.answer

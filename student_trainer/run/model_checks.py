@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from clients.config.kinds import AnyTraining
+from clients.data.formats import FILE_SUFFIXES, exists_here
 from clients.data.models.files import use_caches_if_away
 from clients.data.models.shape import rope_switch
-from clients.data.records import FILE_SUFFIXES
 from clients.data.tokens.tokenizer import first_difference
 from clients.preflight.vocabulary import common_ids, other_tokenizer, require_narrowing
 from clients.teacher.query import tokenizer_fingerprint
@@ -31,7 +31,7 @@ def check_hub(config: AnyTraining) -> None:
     Call this before importing these libraries.
     """
     data_paths = [] if config.data is None else [path for _, path in config.data.training_paths]
-    local_data = all(path.endswith(FILE_SUFFIXES) or Path(path).exists() for path in data_paths)
+    local_data = all(path.endswith(FILE_SUFFIXES) or exists_here(path) for path in data_paths)
     if local_data and Path(config.student.model).is_dir():
         return
     use_caches_if_away()

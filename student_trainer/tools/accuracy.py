@@ -43,7 +43,7 @@ def main() -> None:
     """Read the arguments, measure, and print the accuracy."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", metavar="MODEL_DIR", help="a Hugging Face directory")
-    parser.add_argument("--data", required=True, help="a .jsonl or .parquet file")
+    parser.add_argument("--data", required=True, help="a file of records")
     parser.add_argument("--prompt-column", default="prompt", help="column with the prompt")
     parser.add_argument("--answer-column", default="answer", help="column with the reference")
     parser.add_argument("--prompts", type=int, default=1000, help="the most prompts to use")

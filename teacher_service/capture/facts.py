@@ -61,9 +61,11 @@ def _find_tokenizer_name(job: CaptureJob) -> str:
 def _list_columns(data: CaptureData) -> tuple[str, ...]:
     match data.form:
         case "completion":
-            return data.prompt_column, data.answer_column
+            more_columns = [] if data.input_column is None else [data.input_column]
+            return data.prompt_column, data.answer_column, *more_columns
         case "messages":
-            return (data.messages_column,)
+            more_columns = [] if data.completion_column is None else [data.completion_column]
+            return data.messages_column, *more_columns
         case "text":
             return (data.text_column,)
 

@@ -27,7 +27,7 @@ from clients.data.preview import (
 )
 from clients.data.prompt_format import check_chat_template, date_warning, template_text
 from clients.data.tokens.answers import end_ids
-from clients.preflight.limits import fit_limits
+from clients.preflight.limits import NO_LIMITS, Limits, fit_limits
 from clients.preflight.teachers import ask_contexts
 from clients.runs.progress import print_reply
 from clients.store.copies import files_on_disk
@@ -36,8 +36,13 @@ from teacher_service.capture.sequences import CaptureSequence, SequenceReader
 from teacher_service.capture.tokenizing import load_tokenizer
 
 
-def preview_of(job: CaptureJob, tokenizer: Any, shown: int = SHOWN) -> Preview:
-    """Return the preview of a capture. Raises a DistillError if its data cannot be read."""
+def preview_of(
+    job: CaptureJob, tokenizer: Any, shown: int = SHOWN, limits: Limits = NO_LIMITS
+) -> Preview:
+    """Return the preview of a capture. Raises a DistillError if its data cannot be read.
+
+    `limits`: what the job does not set, already applied.
+    """
     data, is_text = job.data, job.data.form == "text"
     template = template_text(tokenizer.chat_template)
     if not is_text:
@@ -48,12 +53,15 @@ def preview_of(job: CaptureJob, tokenizer: Any, shown: int = SHOWN) -> Preview:
     )
     ends = end_ids(None, tokenizer)
     warning = date_warning(data.prompt_format, template)
+    facts = [("learned tokens", "the tokens that the teacher scores and a student learns later")]
+    if limits.values:
+        facts.append(("values that the job does not set", str(limits)))
     return build_preview(
         job.method.type,
         surveyed,
         shown=shown,
         ends=dict(zip(ends, token_texts(tokenizer, ends), strict=True)),
-        facts=[("learned tokens", "the tokens that the teacher scores and a student learns later")],
+        facts=facts,
         warnings=[warning] * (bool(warning) and not is_text),
         max_left_out=data.max_left_out,
         are_ended=not is_text,
@@ -105,8 +113,9 @@ def main() -> int:
 
     def work() -> str:
         job = files_on_disk(CaptureJob.model_validate_json(sys.stdin.read()))
-        job = fit_limits(job, ask_contexts(job), remote=True).apply(job)
-        return preview_of(job, load_tokenizer(job), shown).to_json()
+        limits = fit_limits(job, ask_contexts(job), remote=True)
+        job = limits.apply(job)
+        return preview_of(job, load_tokenizer(job), shown, limits).to_json()
 
     return print_reply(work)
 

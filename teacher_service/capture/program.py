@@ -16,6 +16,7 @@ from typing import Any
 from clients.config.capture import CaptureJob
 from clients.config.file import named_files
 from clients.config.tables.common import StudentConfig
+from clients.data.formats import exists_here
 from clients.data.models.files import use_caches_if_away
 from clients.data.object_urls import is_object_url
 from clients.data.prompt_format import template_text
@@ -76,10 +77,12 @@ def _capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: in
     tokenizer = load_tokenizer(job)
     query_settings = QuerySettings.from_job(job)
     with _open_teacher(job) as (teacher, make_source):
-        limits = read_limits(run.path) or fit_limits(job, {"teacher": teacher.max_length})
+        limits = read_limits(run.path) or fit_limits(
+            job, {"teacher": teacher.max_length}, remote=True
+        )
         write_limits(run.path, limits)
         original_job, job = limits.apply(original_job), limits.apply(job)
-        write_preview(run, lambda: preview_of(job, tokenizer))
+        write_preview(run, lambda: preview_of(job, tokenizer, limits=limits))
         teacher.require_same_tokens(tokenizer)
         if job.student is not None:
             narrowed_teacher = teacher.narrow(_student_width(job.student), tokenizer)
@@ -153,7 +156,7 @@ def _check_storage(url: str, stopped: Callable[[], bool]) -> None:
 
 
 def _check_hub(job: CaptureJob) -> None:
-    if not all(Path(name).exists() for key, name in named_files(job) if key != "teacher.model"):
+    if not all(exists_here(name) for key, name in named_files(job) if key != "teacher.model"):
         use_caches_if_away()
 
 

@@ -102,8 +102,7 @@ class SequenceReader:
 
     def located_records(self) -> Iterator[LocatedRecord]:
         """Yield the records of the data set, not yet encoded, with their places for messages."""
-        for number, record in enumerate(self._source.records(self._encoder.columns), 1):
-            yield f"row {number} of {self._data.path}", record
+        yield from self._source.rows(self._encoder.columns)
 
     def _pack_documents(self) -> Iterator[CaptureSequence]:
         """Yield pieces of `max_tokens` tokens of the joined documents, each with an end token."""

@@ -280,7 +280,7 @@ def test_a_large_data_set_is_judged_by_the_records_that_training_judges(
 
 
 @pytest.mark.parametrize(
-    "message", [{"from": "human", "value": "1"}, {"role": "user", "content": ["1"]}]
+    "message", [{"speaker": "human", "value": "1"}, {"role": "user", "content": ["1"]}]
 )
 def test_a_row_without_messages_is_shown_as_refused(
     chat_job: MakeJob, tmp_path: Path, message: dict[str, Any]

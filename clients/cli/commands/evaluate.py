@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import hashlib
 import json
@@ -72,7 +71,7 @@ def exam(
     context: typer.Context,
     models: ModelsArgument,
     reward: RewardOption,
-    data: Annotated[str, typer.Option(help="A .jsonl or .parquet file, or a hub data set.")] = "",
+    data: Annotated[str, typer.Option(help="Files of records, or a hub data set.")] = "",
     sets: KeysOption = None,
     prompts: Annotated[
         int, typer.Option(help="Number of prompts, sampled with the seed; 0 means all.")
@@ -229,16 +228,19 @@ def _validate_config(values: Mapping[str, Any]) -> ExamConfig:
 
 def _check_settings(config: ExamConfig) -> None:
     """Check combinations of settings, and that the files exist."""
+    from clients.data.formats import files_of
+
     kind, generated = config.reward.type, config.reward.task is not None
     if generated and config.data is not None:
         raise InvalidInput(
             f"{kind} generates its own prompts", field="--data", hint="remove the option"
         )
     if not generated and config.data is None:
-        hint = "give a .jsonl or .parquet file, or a hub data set"
+        hint = "give a file of records, such as a .jsonl file, or a hub data set"
         raise InvalidInput(f"{kind} needs prompts", field="--data", hint=hint)
-    if config.data is not None and config.data.path.endswith((".jsonl", ".parquet")):
-        _require_file(config.data.path, "--data")
+    if config.data is not None:
+        for file in files_of(config.data.path, "--data"):
+            _require_file(file, "--data")
     if config.reward.file is not None:
         _require_file(config.reward.file, "reward.file")
     if config.endpoint is not None and not config.endpoint.startswith(("http://", "https://")):
@@ -251,12 +253,11 @@ def _require_file(file: str, field: str) -> None:
 
 
 def _require_columns(config: ExamConfig) -> None:
-    from clients.preflight.data_files import check_file
+    from clients.preflight.columns import with_columns
+    from clients.preflight.data_files import check_data_file
 
-    if config.data is not None:
-        answers = config.reward.needs_reference
-        [prompts] = config.data.files(training_answers=answers, held_out_answers=answers)
-        check_file(dataclasses.replace(prompts, field="--data"))
+    for prompts in with_columns(config).data_files:
+        check_data_file(prompts)
 
 
 def _config_digest(config: ExamConfig) -> str:

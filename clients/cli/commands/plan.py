@@ -74,7 +74,8 @@ def pair(
     teacher: DirectoryArgument,
     student: DirectoryArgument,
     data: Annotated[
-        str, typer.Option(metavar="FILE", help="A .jsonl or .parquet file, or a hub data set.")
+        str,
+        typer.Option(metavar="FILE", help="Files of records, or a hub data set."),
     ],
     column: Annotated[
         list[str] | None, typer.Option(help="Read only this column. Repeatable.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
@@ -104,14 +103,12 @@ def submit(
 
 def _upload_files(client: DistillClient, output: Output, configs: Sequence[AnyJob]) -> list[AnyJob]:
     """Check the files of the jobs, send them to the server, and return the jobs."""
-    from clients.preflight.data_files import check_file
+    from clients.preflight.data_files import check_data
     from clients.preflight.files import check_student
 
     _print_server_paths(output, configs)
     for config in configs:
-        for data_file in config.data_files:
-            if Path(data_file.path).exists():
-                check_file(data_file)
+        check_data(config, only_existing=True)
         if config.trained_student is not None:
             check_student(config.trained_student)
     return client.upload(configs, UploadReport(output))

@@ -96,21 +96,21 @@ class Table(BaseModel):
     )
 
 
-class LimitsTable(Table):
-    """A table with limits that fit the models and the data unless they are set.
+class FittedTable(Table):
+    """A table with limits or columns that fit the models and the data unless they are set.
 
     `clients/preflight/limits.py` computes them. JSON has them only if they are set, so that its
     reader knows which are.
     """
 
-    limits: ClassVar[frozenset[str]] = frozenset()
+    fitted: ClassVar[frozenset[str]] = frozenset()
 
     @model_serializer(mode="wrap")
-    def _leave_out_unset_limits(
+    def _leave_out_unset(
         self, serialize: SerializerFunctionWrapHandler, info: SerializationInfo
     ) -> dict[str, Any]:
         values: dict[str, Any] = serialize(self)
-        unset = self.limits - self.model_fields_set if info.mode_is_json() else frozenset[str]()
+        unset = self.fitted - self.model_fields_set if info.mode_is_json() else frozenset[str]()
         return {key: value for key, value in values.items() if key not in unset}
 
 
@@ -185,10 +185,10 @@ class StudentConfig(Table):
         return attention
 
 
-class TrainConfig(LimitsTable):
+class TrainConfig(FittedTable):
     """The optimizer (AdamW), and the division of a step into micro-batches and processes."""
 
-    limits = frozenset({"prompts_per_step"})
+    fitted = frozenset({"prompts_per_step"})
 
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """adamw_8bit: moments in 8 bits, 2.1 instead of 8 bytes per weight; needs torchao."""
@@ -264,10 +264,10 @@ class TrainConfig(LimitsTable):
         return context_parallel
 
 
-class EvalConfig(LimitsTable):
+class EvalConfig(FittedTable):
     """Held-out evaluation: before the first step, every `every` steps, and at the end."""
 
-    limits = frozenset({"prompts"})
+    fitted = frozenset({"prompts"})
 
     every: Count = 50
     """Steps between evaluations."""

@@ -8,8 +8,9 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field, field_validator
 
-from clients.config.tables.common import Name, Rule, Table
+from clients.config.tables.common import FittedTable, Name, Rule, Table
 from clients.data.conversation import columns_named
+from clients.data.layouts import COLUMN_KEYS
 from clients.data.prompt_format import PromptFormat
 
 # Arguments that the program passes itself to the renderer of chat templates (transformers).
@@ -69,9 +70,14 @@ def checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-class PromptKeys(Table):
+class PromptKeys(FittedTable):
     """Keys that determine the token ids of a record's prompt."""
 
+    fitted = frozenset(COLUMN_KEYS)
+    input_column: Name | None = None
+    """Column with a text that follows the prompt in a new line, such as `input` of Alpaca."""
+    completion_column: Name | None = None
+    """Column with the messages that follow those of `messages_column`, such as `completion`."""
     template: str = "{prompt}"
     """Text of the student's prompt. With a chat template, the text becomes the user message."""
     system: Name | None = None
@@ -97,6 +103,8 @@ class PromptKeys(Table):
             prompt_column=prompt_column,
             messages_column=messages_column,
             image_column=image_column,
+            input_column=self.input_column,
+            completion_column=None if messages_column is None else self.completion_column,
             template=self.template,
             system=self.system,
             chat_template=self.chat_template,
@@ -111,7 +119,7 @@ class MixConfig(Table):
     """Another data set, mixed into the prompts of every step; it has the same columns."""
 
     path: Name
-    """A .jsonl or .parquet file, its s3:// or gs:// URL, or a hub data set id."""
+    """Records: .jsonl, .json, .csv, .parquet, a pattern, an s3:// or gs:// URL, or a hub id."""
     share: Annotated[float, Field(gt=0, lt=1)]
     """Share of the prompts of every step; the remaining prompts come from `data.path`."""
     name: str | None = None
@@ -124,13 +132,13 @@ class DataConfig(PromptKeys):
     """The prompts."""
 
     path: Name
-    """A .jsonl or .parquet file, its s3:// or gs:// URL, or a hub data set id."""
+    """Records: .jsonl, .json, .csv, .parquet, a pattern, an s3:// or gs:// URL, or a hub id."""
     name: str | None = None
     """Configuration name of a hub data set."""
     split: str = "train"
     """Split of a hub data set."""
     prompt_column: str = "prompt"
-    """Column with the prompt."""
+    """Column with the prompt. Unset: recognised, as the next keys; see docs/jobs.md."""
     messages_column: Name | None = None
     """Column with a conversation instead: a list of {role, content}; see docs/jobs.md."""
     image_column: Name | None = None
@@ -221,7 +229,12 @@ def prompt_rules(data: PromptKeys | None) -> list[Rule]:
         ),
         (
             not has_conversations,
-            "data.prompt_column data.template",
+            "data.prompt_column data.input_column data.template",
             "the prompts are the conversations of data.messages_column; remove one of the two keys",
+        ),
+        (
+            has_conversations,
+            "data.completion_column",
+            "it continues the conversations of data.messages_column; set this key too",
         ),
     ]

@@ -6,19 +6,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from clients.config.tables.common import Count, LimitsTable, Name
-from clients.data.records import FILE_SUFFIXES
+from clients.config.tables.common import Count, FittedTable, Name
+from clients.data.formats import FILE_SUFFIXES, FORMATS
 
 URL_SCHEMES = ("http://", "https://")
 PASSAGES = "contents"  # the column of a file of passages
 
 
-class SearchConfig(LimitsTable):
+class SearchConfig(FittedTable):
     """Search for the queries that the student writes between <search> and </search> (Search-R1)."""
 
-    limits = frozenset({"max_passage_tokens"})
+    fitted = frozenset({"max_passage_tokens"})
     retriever: Name
-    """A .jsonl or .parquet file of passages (searched with BM25), or http://HOST:PORT/retrieve."""
+    """A file of passages (searched with BM25), or http://HOST:PORT/retrieve; see docs/search.md."""
     type: Literal["search"] = "search"
     """The environment."""
     max_turns: Count = 4
@@ -34,8 +34,9 @@ class SearchConfig(LimitsTable):
     @classmethod
     def _is_either(cls, retriever: str) -> str:
         if not retriever.startswith(URL_SCHEMES) and not retriever.endswith(FILE_SUFFIXES):
-            kinds = f"{' or '.join(FILE_SUFFIXES)} file"
-            raise ValueError(f"must be a {kinds} of passages, or http://HOST:PORT/retrieve")
+            raise ValueError(
+                f"must be a file of passages ({FORMATS}), or http://HOST:PORT/retrieve"
+            )
         return retriever
 
     @property

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from clients.config.tables.common import (
     FORMER_TAIL,
     Count,
-    LimitsTable,
+    FittedTable,
     Table,
     Tail,
     TailDraws,
@@ -26,10 +26,10 @@ UNWEIGHTED = ("none", "bucket", "bucket+draws")
 BASELINES = ("bucket+draws", "bucket", FORMER_TAIL)
 
 
-class RLConfig(LimitsTable):
+class RLConfig(FittedTable):
     """Reinforcement learning (GRPO), with a KL to the anchor, to a teacher, or to both."""
 
-    limits = frozenset({"max_prompt_tokens", "max_new_tokens"})
+    fitted = frozenset({"max_prompt_tokens", "max_new_tokens"})
     type: Literal["rl"]
     """The method."""
     reward_weight: Weight = 1.0

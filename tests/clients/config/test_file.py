@@ -92,8 +92,8 @@ def test_the_same_of_yaml(job_file: Write) -> None:
         ("", "a.toml: 2 problems\n"
              "  a.toml: student.model: missing; Hugging Face directory, its s3:// or gs:// URL,"
              " or hub id\n"
-             "  a.toml: data.path: missing; A .jsonl or .parquet file, its s3:// or gs:// URL, or a"
-             " hub data set id"),
+             "  a.toml: data.path: missing; Records: .jsonl, .json, .csv, .parquet, a pattern, an"
+             " s3:// or gs:// URL, or a hub id"),
         (HEAD + "max_step = 4", "a.toml:5: data.max_step: unknown key; did you mean 'max_steps'?"),
         ("step = 4\n" + HEAD, "a.toml:1: step: unknown key; did you mean 'max_steps'?"),
         ("top_k = 4\n" + HEAD, "a.toml:1: top_k: unknown key; it belongs to [teacher]"),

@@ -88,14 +88,24 @@ REFUSED = {
     "array": Case(f"data.path: d.jsonl:1 is not JSON: .*; {ONE_OBJECT}", '[\n{"prompt": "x"}\n]'),
     "no object": Case("data.path: d.jsonl:1 is not a JSON object; each line", '"prompt"\n'),
     "csv": Case(
-        "data.path: d.csv is neither a .jsonl nor a .parquet file, .*; convert the file: python -c",
-        "prompt\nx\n",
+        "data.path: d.csv:3 has 2 values, but the first line names 1 columns; write a value with",
+        "prompt\nx\ny,z\n",
         "d.csv",
         {"data": {"path": "d.csv"}},
     ),
-    "no csv": Case("data.path: e.csv is neither a .jsonl nor", changes={"data": {"path": "e.csv"}}),
+    "tsv": Case(
+        "data.path: d.tsv is in no supported format: .jsonl, .json, .csv .*; convert the file to",
+        "prompt\nx\n",
+        "d.tsv",
+        {"data": {"path": "d.tsv"}},
+    ),
+    "no tsv": Case("data.path: e.tsv is in no supported", changes={"data": {"path": "e.tsv"}}),
+    "no file": Case(
+        "data.path: no file matches e-[*].jsonl; relative paths start at",
+        changes={"data": {"path": "e-*.jsonl"}},
+    ),
     "zip": Case(
-        "data.path: d.jsonl.gz is neither .*; convert the file to one of these formats",
+        "data.path: d.jsonl.gz cannot be read as gzip: .*; compress the file again",
         b"\x1f\x8b",
         "d.jsonl.gz",
         {"data": {"path": "d.jsonl.gz"}},
@@ -230,9 +240,9 @@ REFUSED = {
         changes={"data": {"mix": [{"path": "e.jsonl", "share": 0.5}]}},
     ),
     "mixed format": Case(
-        "data.mix.1.path: e.csv is neither",
+        "data.mix.1.path: e.tsv is in no supported format",
         PROMPTS,
-        changes={"data": {"mix": [{"path": p, "share": 0.5 / 2} for p in ("d.jsonl", "e.csv")]}},
+        changes={"data": {"mix": [{"path": p, "share": 0.5 / 2} for p in ("d.jsonl", "e.tsv")]}},
     ),
     "passages": Case(
         "environment.retriever: d.jsonl has no column 'contents'; .*; rename a column to",

@@ -138,7 +138,7 @@ def test_prompts_with_no_room_for_an_answer_are_refused(material: Material, tmp_
         (
             ["m", "--reward", "math"],
             ExitCode.USAGE,
-            "--data: math needs prompts; give a .jsonl or .parquet file",
+            "--data: math needs prompts; give a file of records, such as a .jsonl file",
         ),
         (
             ["m", "--reward", "reasoning_gym:chain_sum", "--data", "x.jsonl"],

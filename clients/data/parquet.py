@@ -1,0 +1,114 @@
+"""Reads Parquet files, and converts Arrow's records to the form of .jsonl records."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence, Set
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from clients.data.outside import open_regular
+from protos.errors import InvalidInput
+
+Record: TypeAlias = Mapping[str, Any]
+
+PARQUET_MAGIC = b"PAR1"
+
+
+def read_parquet(path: str, columns: Sequence[str], field: str) -> Iterator[Record]:
+    """Yield the records of a Parquet file, with those `columns` that exist, or all.
+
+    Raises InvalidInput, naming `field`, if the file is damaged or a text is not UTF-8.
+    """
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        existing_columns = [name for name in file.schema_arrow.names if name in columns]
+        # If the first column does not exist, read all: the error message lists the existing ones.
+        selected_columns = existing_columns if columns and columns[0] in existing_columns else None
+        for batch in file.iter_batches(columns=selected_columns):
+            yield from records_in(batch)
+    # A text that is not UTF-8 is a UnicodeDecodeError, which is a ValueError too.
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise InvalidInput(
+            f"{path} cannot be read as Parquet: {first_line(error)}",
+            field=field,
+            hint="write the file again, with texts in UTF-8",
+        ) from error
+
+
+def read_parquet_start(path: str, field: str, count: int) -> tuple[list[str], list[Record]]:
+    """Return the columns and the first `count` records, both empty without pyarrow."""
+    with open_regular(Path(path)) as file:
+        if file.read(len(PARQUET_MAGIC)) != PARQUET_MAGIC:
+            raise _not_parquet_error(path, "the file does not start with PAR1", field)
+        if not has_pyarrow():
+            return [], []
+        import pyarrow
+        import pyarrow.parquet
+
+        file.seek(0)
+        try:
+            parquet = pyarrow.parquet.ParquetFile(file)
+            groups = range(parquet.metadata.num_row_groups)
+            full_groups = [n for n in groups if parquet.metadata.row_group(n).num_rows][:1]
+            batches = parquet.iter_batches(batch_size=count, row_groups=full_groups)
+            records: list[Record] = [
+                record for batch in islice(batches, 1) for record in records_in(batch)
+            ]
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            raise _not_parquet_error(path, first_line(error), field) from error
+    return list(parquet.schema_arrow.names), records
+
+
+def records_in(batch: Any) -> Iterator[dict[str, Any]]:
+    """Yield the records of a pyarrow.RecordBatch in the form of .jsonl records.
+
+    Raises ValueError for a text that is not UTF-8.
+    """
+    narrow_types = ("halffloat", "float")
+    float32_columns = {entry.name for entry in batch.schema if str(entry.type) in narrow_types}
+    for record in batch.to_pylist():
+        yield from_arrow(record, float32_columns)
+
+
+def from_arrow(record: Record, float32_columns: Set[str]) -> dict[str, Any]:
+    """Convert an Arrow record to the form of a .jsonl record.
+
+    Null keys of structs, which Arrow adds for other rows, are removed. A float32 0.1 becomes 0.1,
+    not 0.10000000149011612.
+    """
+    from numpy import float32
+
+    return {
+        column: float(str(float32(value)))
+        if column in float32_columns and isinstance(value, float)
+        else _without_nulls(value)
+        for column, value in record.items()
+    }
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _not_parquet_error(path: str, problem: str, field: str) -> InvalidInput:
+    return InvalidInput(
+        f"{path} is not a Parquet file: {problem.rstrip('.')}",
+        field=field,
+        hint="write the file again; the name of a file of JSON lines ends in .jsonl",
+    )
+
+
+def has_pyarrow() -> bool:
+    """Return whether pyarrow is installed."""
+    return importlib.util.find_spec("pyarrow") is not None
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or the name of its class."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
