@@ -95,10 +95,13 @@ def kl_of(metrics: Mapping[str, float]) -> tuple[str, float] | None:
 
 
 def evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the held-out metrics of a step (names start with `eval/`), without standard errors."""
+    """Return the held-out metrics of a step (names start with `eval/`), without standard errors.
+
+    The names are in alphabetical order, because the order of a message's map is arbitrary.
+    """
     return {
         name: value
-        for name, value in metrics.items()
+        for name, value in sorted(metrics.items())
         if name.startswith("eval/") and not name.endswith("_stderr")
     }
 

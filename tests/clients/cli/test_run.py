@@ -81,7 +81,7 @@ def test_a_run_that_succeeds(
     name = run.path.name
     assert name.startswith("on-policy-my-job-")
     assert captured.out == (
-        f"{name} SUCCEEDED  2/2 steps  eval/kl 0.5  eval/accuracy 0.4  run runs/{name}\n"
+        f"{name} SUCCEEDED  2/2 steps  eval/accuracy 0.4  eval/kl 0.5  run runs/{name}\n"
     )
     assert (run.path / "job.toml").read_text().startswith("student.model")
     assert run.config().max_steps == 2
