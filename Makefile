@@ -178,7 +178,7 @@ setup: .venv/.installed
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	command -v nvidia-smi >/dev/null || $(BIN)/pip install -q --retries 0 -c constraints.txt --extra-index-url $(TORCH_CPU_INDEX) torch
 	$(BIN)/pip install -q uv
-	$(BIN)/$(INSTALL) $(BIN)/python -e '.[teacher,train]'
+	$(BIN)/$(INSTALL) $(BIN)/python -e '.[serve,teacher,train]'
 	touch $@
 
 .venv/.installed: .venv/.demo
