@@ -88,7 +88,8 @@ def assemble(
     """
     disable_progress_bar()  # progress bars of every checkpoint would fill the log
     tokenizer = load_tokenizer(config.student)
-    warnings = choose_chat_template(config, tokenizer, teachers)
+    infos = {name: teacher.info for name, teacher in teachers.items()}
+    warnings = choose_chat_template(config, tokenizer, infos)
     source_files: Mapping[str, bytes] = {}
     if is_main_process():
         source_files = read_source_files(local_directory(config.student), tokenizer.chat_template)

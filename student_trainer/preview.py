@@ -43,7 +43,7 @@ from clients.data.prompt_format import date_warning, template_text
 from clients.data.tokens.answers import end_ids
 from clients.data.tokens.tokenizer import default_template_in
 from clients.preflight.limits import NO_LIMITS, Limits, fit_limits
-from clients.preflight.teachers import ask_contexts, services_of
+from clients.preflight.teachers import ask_infos, contexts_of, services_of
 from clients.runs.progress import print_reply
 from clients.store.copies import files_on_disk
 from protos.errors import DistillError, InvalidInput
@@ -70,12 +70,32 @@ from student_trainer.model.loading import (
     load_image_reader,
     load_tokenizer,
 )
-from student_trainer.run.chat_templates import template_warnings
+from student_trainer.run.chat_templates import choose_chat_template, template_warnings
 from student_trainer.teachers.teacher_input import teacher_prompt
 
 Item = TypeVar("Item")
 # Returns what each model reads of a prompt or an example.
 ReadInputs = Callable[[Item], tuple[ModelInput, ...]]
+
+
+def preview_with_teachers(config: AnyTraining, shown: int = SHOWN) -> Preview:
+    """Return the preview of a job before it starts, with what its teachers tell that answer now.
+
+    Raises a DistillError as `preview_of`, and if the job selects a chat template that the teachers
+    do not have.
+    """
+    infos = ask_infos(config)
+    limits = fit_limits(config, contexts_of(infos), remote=True)
+    config = limits.apply(config)
+    tokenizer, warnings, has_all = None, None, len(infos) == len(services_of(config))
+    if infos and has_all:
+        tokenizer = load_tokenizer(config.student)
+        warnings = choose_chat_template(config, tokenizer, infos)
+    preview = preview_of(config, shown, tokenizer, warnings, limits)
+    if not has_all:
+        fact = ("teacher", "does not answer now, so its limits and chat template are not known")
+        preview = replace(preview, facts=(*preview.facts, fact))
+    return preview
 
 
 def preview_of(
@@ -272,14 +292,7 @@ def main() -> int:
     def work() -> str:
         config = parse_job(sys.stdin.read())
         assert isinstance(config, TrainingJob), "the command chooses the program"
-        local_config = files_on_disk(config)
-        contexts = ask_contexts(local_config)
-        limits = fit_limits(local_config, contexts, remote=True)
-        preview = preview_of(limits.apply(local_config), shown, limits=limits)
-        if len(contexts) < len(services_of(local_config)):
-            fact = ("limits", "not those of a teacher that does not answer now")
-            preview = replace(preview, facts=(*preview.facts, fact))
-        return preview.to_json()
+        return preview_with_teachers(files_on_disk(config), shown).to_json()
 
     return print_reply(work)
 

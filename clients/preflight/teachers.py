@@ -74,13 +74,13 @@ def contexts_of(infos: Mapping[str, TeacherInfo]) -> Mapping[str, int]:
     return {label_of(name): info.max_length for name, info in infos.items()}
 
 
-def ask_contexts(config: AnyJob) -> Mapping[str, int]:
-    """Return what the teachers that answer at once read at most; see `contexts_of`."""
-    contexts: dict[str, int] = {}
+def ask_infos(config: AnyJob) -> Mapping[str, TeacherInfo]:
+    """Return the infos of the teachers that answer at once, by name."""
+    infos: dict[str, TeacherInfo] = {}
     for name, address in services_of(config).items():
         with TeacherClient(address, scope="preflight") as client, suppress(DistillError):
-            contexts[label_of(name)] = client.info(waits=False).max_length
-    return contexts
+            infos[name] = client.info(waits=False)
+    return infos
 
 
 def check_teachers(config: AnyJob, infos: Mapping[str, TeacherInfo]) -> None:

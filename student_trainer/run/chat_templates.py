@@ -12,8 +12,9 @@ from typing import Any
 
 from clients.config.kinds import AnyTraining
 from clients.data.prompt_format import PromptFormat, default_template
+from clients.preflight.teachers import label_of
+from clients.teacher.info import TeacherInfo
 from protos.errors import InvalidInput
-from student_trainer.teachers.connections import Connection
 
 log = logging.getLogger(__name__)
 
@@ -24,18 +25,19 @@ _SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 def choose_chat_template(
-    config: AnyTraining, tokenizer: Any, teachers: Mapping[str, Connection]
+    config: AnyTraining, tokenizer: Any, infos: Mapping[str, TeacherInfo]
 ) -> Sequence[str]:
     """Set the teacher's chat template in the student's tokenizer if `student.chat_template` selects
     it.
 
-    Otherwise, log and return `template_warnings`. Raises InvalidInput (`student.chat_template`) if
+    `infos`: of the job's teachers, by name. If the student keeps its template, log and return
+    `template_warnings`. Raises InvalidInput (`student.chat_template`) if
     the teacher has no template, or if the teachers have different templates.
     """
     if config.student.chat_template == "teacher":
-        tokenizer.chat_template = _template_of_teachers(teachers)
+        tokenizer.chat_template = _template_of_teachers(infos)
         return ()
-    templates = {teacher.label: teacher.info.chat_template for teacher in teachers.values()}
+    templates = {label_of(name): info.chat_template for name, info in infos.items()}
     warnings = template_warnings(config, tokenizer, templates)
     for warning in warnings:
         log.warning("%s", warning)
@@ -97,8 +99,8 @@ def find_difference(
     return None
 
 
-def _template_of_teachers(teachers: Mapping[str, Connection]) -> str:
-    templates = {teacher.info.chat_template for teacher in teachers.values()}
+def _template_of_teachers(infos: Mapping[str, TeacherInfo]) -> str:
+    templates = {info.chat_template for info in infos.values()}
     if len(templates) > 1:
         problem, remedy = "the teachers have different chat templates", "name a .jinja file"
     elif not any(templates):

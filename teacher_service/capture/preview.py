@@ -28,7 +28,7 @@ from clients.data.preview import (
 from clients.data.prompt_format import check_chat_template, date_warning, template_text
 from clients.data.tokens.answers import end_ids
 from clients.preflight.limits import NO_LIMITS, Limits, fit_limits
-from clients.preflight.teachers import ask_contexts
+from clients.preflight.teachers import ask_infos, contexts_of
 from clients.runs.progress import print_reply
 from clients.store.copies import files_on_disk
 from protos.errors import InvalidInput
@@ -113,7 +113,7 @@ def main() -> int:
 
     def work() -> str:
         job = files_on_disk(CaptureJob.model_validate_json(sys.stdin.read()))
-        limits = fit_limits(job, ask_contexts(job), remote=True)
+        limits = fit_limits(job, contexts_of(ask_infos(job)), remote=True)
         job = limits.apply(job)
         return preview_of(job, load_tokenizer(job), shown, limits).to_json()
 

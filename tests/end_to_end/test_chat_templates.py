@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from clients.data.preview import parse_preview
 from protos.errors import InvalidInput
 from tests.end_to_end.forked_teacher import ForkedTeacher
 from tests.end_to_end.forked_trainer import finish
@@ -46,22 +47,29 @@ def test_the_teachers_template_is_used_and_exported(
 ) -> None:
     from transformers import AutoTokenizer, GenerationConfig
 
+    from student_trainer.preview import preview_with_teachers
     from tests.student_trainer.tiny import job
 
     teacher = ForkedTeacher(
         ["--model", str(base_and_instruct.teacher), "--no-cache"], log=tmp_path / "teacher.log"
     )
     try:
-        runs = {}
+        runs, previews = {}, {}
         for template in (None, "teacher"):
             changes = {} if template is None else {"student__chat_template": template}
             config = job(base_and_instruct, teacher.address, max_steps=1, **changes)
+            previews[template] = preview_with_teachers(config)
             runs[template] = finish(new_run(tmp_path / f"run-{template}", config))
     finally:
         teacher.close()
     warning = "the student has no chat template, but the teacher has one; set student.chat_template"
     assert warning in runs[None].log_file(1).read_text()
     assert warning not in runs["teacher"].log_file(1).read_text()
+    for template, preview in previews.items():  # it tells the same before the job starts
+        in_run = parse_preview(runs[template].preview.read_text())
+        assert preview.warnings == in_run.warnings
+        assert preview.records == in_run.records
+    assert previews[None].warnings[0].startswith(warning)
     exported = AutoTokenizer.from_pretrained(runs["teacher"].export)
     teacher_words = AutoTokenizer.from_pretrained(base_and_instruct.teacher)
     assert exported.chat_template == teacher_words.chat_template
