@@ -162,7 +162,7 @@ class JobPreflight:
                 info_requests = (
                     self._fetch_info(names[name], field_of(name), adapter) for name in names
                 )
-                rollouts = partial(check_rollouts, config, scope="preflight")
+                rollouts = partial(_check_rollouts, config, run)
                 answers = asyncio.gather(*info_requests)
                 await asyncio.gather(_run_in_thread(self._teacher_threads, rollouts), answers)
                 infos = dict(zip(names, answers.result(), strict=True))
@@ -215,6 +215,11 @@ class JobPreflight:
         for name, addresses in services_of(config).items():
             vocabulary = partial(_fetch_vocabulary, addresses, field_of(name))
             self._tokens.check(student, infos[name], label_of(name), vocabulary)
+
+
+def _check_rollouts(config: AnyJob, run: Path) -> None:
+    limits = resumed_limits(config, run) or fit_limits(config)
+    check_rollouts(limits.apply(config), scope="preflight")
 
 
 async def _run_in_thread(threads: ThreadPoolExecutor, check: Callable[[], _T]) -> _T:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,23 @@ def test_services_that_fit(service: str, teacher: str, tmp_path: Path) -> None:
         for address in (service, [service, service]):
             config = job(tmp_path, teacher, rollouts__address=address)
             assert server.submit(config) is JobState.QUEUED
+
+
+def test_limits_that_nobody_set_fit_the_service(teacher: str, tmp_path: Path) -> None:
+    """Student and service read 64 tokens; the defaults of the job have 768."""
+    from student_trainer.rollout_service.service import RolloutServicer
+
+    config = job(tmp_path, teacher)
+    model = tmp_path / "student" / "config.json"
+    model.write_text(json.dumps({**json.loads(model.read_text()), "n_positions": 64}))
+    engine = ScriptedEngine()
+    engine.info = replace(engine.info, max_length=64)
+    with serve_on_thread(RolloutServicer(engine)) as service:
+        config["rollouts"] = {"address": service}
+        with checking_site(tmp_path) as server:
+            assert server.submit({**config, "method": {}}) is JobState.QUEUED
+            with pytest.raises(InvalidInput, match=r"the rollout service at .* reads at most 64"):
+                server.submit({**config, "method": {"max_new_tokens": 65}})
 
 
 def test_one_of_two_services_is_away(
