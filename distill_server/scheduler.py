@@ -345,7 +345,10 @@ class Scheduler:
             return
         attempt, has_progressed = self._store.attempt(job), self._store.has_progressed(job)
         retries = (0 if has_progressed else attempt.retries) + (not verdict.blameless)
-        since = (not has_progressed and attempt.waiting_since) or self._store.now()
+        # A first attempt waited for its teacher before it was queued, possibly for a long time.
+        is_first = attempt.number == 1
+        waiting_since = 0.0 if has_progressed or is_first else attempt.waiting_since
+        since = waiting_since or self._store.now()
         reason = ""
         if verdict.blameless and self.waits.must_give_up(since):
             reason = format_given_up(verdict.reason, since)

@@ -286,14 +286,15 @@ class JobControl:
                 # The text of a file with several jobs is sent with the first job only.
                 self._create_run(new_job.id, new_job.config, text or requests[0][1])
             failpoint("run-made")
-            jobs = [
-                self._let_wait(job, problem) if problem and self._let_wait else job
-                for job, problem in zip(self._store.add_all(new_jobs), problems, strict=True)
-            ]
+            jobs = self._store.add_all(new_jobs)
         except Exception:
             for new_job in new_jobs:
                 shutil.rmtree(self._runs / new_job.id, ignore_errors=True)
             raise
+        jobs = [
+            self._let_wait(job, problem) if problem and self._let_wait else job
+            for job, problem in zip(jobs, problems, strict=True)
+        ]
         failpoint("job-stored")
         self._wake()
         return jobs

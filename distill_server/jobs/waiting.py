@@ -16,7 +16,7 @@ from distill_server.jobs.job_file import parse_config
 from distill_server.jobs.preflight import Preflight
 from distill_server.jobs.store import Attempt, Change, JobStore
 from distill_server.pipelines.linking import with_paths
-from protos.errors import DistillError, is_infrastructure
+from protos.errors import DistillError, Unavailable, is_infrastructure
 
 log = logging.getLogger(__name__)
 
@@ -80,9 +80,16 @@ class Waits:
         return _format_phase(wait)
 
     def begin_at_submit(self, job: Job, problem: DistillError) -> Job:
-        """Begin the wait of a new job for a teacher that cannot be used yet; return the job."""
+        """Begin the wait of a new job for a teacher that cannot be used yet; return the job.
+
+        If the phase cannot be written, the job waits without it, because it is already queued.
+        """
         wait = self._waits[job.id] = self._create_wait(self._store.attempt(job), 0.0)
-        return self._store.change(job.id, Change(phase=_format_phase(wait, problem.message)))
+        try:
+            return self._store.change(job.id, Change(phase=_format_phase(wait, problem.message)))
+        except Unavailable as error:  # a full disk
+            log.warning("job %s: cannot write its phase: %s", job.id, error)
+            return job
 
     def is_waiting(self, job: Job) -> bool:
         """Return True if this QUEUED job must wait."""

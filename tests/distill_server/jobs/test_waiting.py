@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -144,6 +145,43 @@ def test_a_new_job_waits_for_a_teacher_that_is_away(site: Site) -> None:
     site.teacher.is_away = False
     site.advance(360)
     assert site.job(job.id).state is not JobState.QUEUED
+
+
+def test_the_time_in_the_queue_is_no_wait_for_a_teacher(site: Site) -> None:
+    """The teacher of a new job loaded for a moment; then the job waited for a slot for hours."""
+    running_id = site.submit()
+    site.server.look()
+    site.teacher.stage = "reading its weights"
+    job_id = site.server.submit_checked(job_config("test")).id
+    site.teacher.stage = ""
+    for _ in range(8):
+        site.advance(HOUR / 2)
+    site.end_attempt(running_id, Exited(1))
+    assert site.server.store.attempt(site.job(job_id)).waiting_since == 1_000_000.0
+    site.teacher.is_away = True
+    site.server.cancel(running_id, now=True)
+    site.advance(400)
+    assert (job_id, 1) in site.server.runner.alive
+    job = site.end_attempt(job_id, Exited(4), "UNAVAILABLE")
+    assert (job.state, job.attempt) == (JobState.QUEUED, 2)
+    site.advance(HOUR + 60)
+    assert site.job(job_id).state is JobState.FAILED
+
+
+def test_a_full_disk_after_the_job_is_stored(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job is queued with its run directory, and waits; only its phase is missing."""
+    site.teacher.is_away = True
+
+    def fail(*_: Any) -> Job:
+        raise Unavailable("the database cannot be written")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(site.server.store, "change", fail)
+        job = site.server.submit_checked(job_config("test"))
+    assert site.job(job.id).state is JobState.QUEUED
+    assert (site.server.runs / job.id / "job.json").exists()
+    site.advance(30)
+    assert "WAITING teacher.address" in site.job(job.id).phase
 
 
 def test_the_wait_outlives_the_server(site: Site) -> None:
