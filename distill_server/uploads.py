@@ -4,7 +4,7 @@
          parts/SHA256   the first bytes of an incomplete file
          DIGEST/NAME    a file or directory that jobs can name: hard links to files/
 
-The content of a file is stored once, under whatever names jobs use it.
+The content of a file is stored once, even if jobs use the file under several names.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ def _survey_data(
     read_inputs: ReadInputs[Item],
     seed: int,
 ) -> Iterator[SurveyedRecord]:
-    """Yield the records by which training judges each data set of a job."""
+    """Yield the sample of records by which a job accepts or refuses each data set."""
     for source_reader, data_set in data_sets(reader):
         data, folder = source_reader.data, Path(data_set.path).parent
         count = sum(1 for _ in source_reader.rows(data_set))

@@ -278,7 +278,7 @@ class DistillClient:
             raise TimedOut(f"job {job_id} did not end within {timeout:g} s", hint=hint) from error
 
     def history(self, job_id: str) -> Sequence[JobEvent]:
-        """Return every event up to now, without waiting for new ones."""
+        """Return every event up to now, without waiting for new events."""
         job = self.get(job_id)
         events: list[JobEvent] = []
         with closing(self._iterate_events(job.id, 0, deadline=None)) as stream:

@@ -22,12 +22,12 @@ class JobState(StrEnum):
 TERMINAL = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
 
 # Every legal change of state; the tests check all 49 pairs. A job returns to QUEUED when it is
-# resumed, when its trainer died or was stopped by SIGTERM, and when its teacher is away.
+# resumed, when its trainer died or was stopped by SIGTERM, and when its teacher is unreachable.
 TRANSITIONS: frozenset[tuple[JobState, JobState]] = frozenset(
     {
         (JobState.QUEUED, JobState.PREPARING),
         (JobState.QUEUED, JobState.CANCELLED),
-        # What the job waits for (a teacher) stayed away for too long.
+        # A service that the job waits for, such as a teacher, was unreachable for too long.
         (JobState.QUEUED, JobState.FAILED),
         (JobState.PREPARING, JobState.RUNNING),
         (JobState.PREPARING, JobState.FAILED),

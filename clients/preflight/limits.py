@@ -1,11 +1,11 @@
 """Limits and columns that a job does not set fit its models and its data.
 
 The default of a limit, such as `method.max_prompt_tokens` or `eval.prompts`, is for large models
-and data. Unless the job sets it, it shrinks to the context of the student and of the teachers, and
-to a tenth of the records. `columns.py` recognises the columns of the data. The result is a function
-of the job, the config.json of the student, the teachers' infos and the first records, so preflight,
-preview and training find the same one. An attempt writes it to the run directory, and attempts that
-continue its work read it there.
+and data. Unless the job sets the limit, the default is reduced to the context of the student and of
+the teachers, and to a tenth of the records. `columns.py` recognises the columns of the data. The
+result is a function of the job, the config.json of the student, the teachers' infos and the first
+records, so preflight, preview and training find the same values. An attempt writes the values to
+the run directory, and attempts that continue its work read them there.
 """
 
 from __future__ import annotations

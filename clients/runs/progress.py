@@ -147,7 +147,7 @@ class Progress:
             self._run.write_status(status)
 
 
-# Errors of a disk that is broken, or on a server that is away.
+# Errors of a disk that is broken, or of a file server that does not answer.
 _DISK_FAULTS = frozenset((errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EROFS))
 
 

@@ -63,7 +63,7 @@ class Placed:
 
 
 def write_placed(file: Path, services: Sequence[Placed], *, one_machine: bool) -> None:
-    """Replace the file. `one_machine`: all services and trainer processes run on one machine."""
+    """Replace the file. `one_machine` is True if all services and trainers are on one machine."""
     listed = [asdict(service) for service in services]
     replace_file(file, json.dumps({"one_machine": one_machine, "services": listed}) + "\n")
 

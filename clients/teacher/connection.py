@@ -124,7 +124,8 @@ class TeacherConnection:
     its unfinished requests return to the queue, and any connection may take them. The stream is
     reopened after a jittered pause of at most 2 s.
 
-    `connected` is True while the stream is open; `last_fault` is the error that ended the last one.
+    `connected` is True while the stream is open; `last_fault` is the error that ended the last
+    stream.
     """
 
     def __init__(

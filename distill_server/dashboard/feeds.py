@@ -99,7 +99,7 @@ class Turns:
 async def list_messages(
     notifier: ChangeNotifier, turns: Turns, query: Callable[[], Any]
 ) -> Messages:
-    """Yield `page` messages: the result of `query`, each time it differs from the last one.
+    """Yield `page` messages: the result of `query`, each time that it has changed.
 
     Running jobs change with every step, so queries are at least a second apart. The stream ends
     only when the server stops.
@@ -125,7 +125,7 @@ async def log_messages(pieces: AsyncIterator[LogPiece]) -> Messages:
 
 
 def thin_for_chart(events: Sequence[JobEvent], group: int) -> list[JobEvent]:
-    """Merge each `group` consecutive events of an attempt into the last one of the group.
+    """Merge each `group` consecutive events of an attempt into the last event of the group.
 
     Each metric becomes its mean over the events that have it, so the metrics of an evaluation are
     not lost.

@@ -183,8 +183,8 @@ def read_tokens(file: Path | None) -> Tokens:
     """Read tokens from `file`, or from $DISTILL_TOKENS if `file` is None.
 
     Each line is `ROLE TOKEN`, optionally with `owner=NAME jobs=N gpus=N`, or a comment that starts
-    with #. One role may have several tokens at once. To rotate a token: add the new one, switch the
-    clients to it, remove the old one.
+    with #. One role may have several tokens at once. To rotate a token: add the new token, switch
+    the clients to the new token, and remove the old token.
 
     Raises InvalidInput if the file cannot be read, can be read by other users, holds no token, or
     has a bad line. The message never quotes a token.

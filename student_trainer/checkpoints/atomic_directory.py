@@ -1,6 +1,6 @@
 """Directories that are written atomically, with a manifest of their files.
 
-    manifest.json    {"files": {name: SHA-256, or one for each part of a file of several parts}}
+    manifest.json    {"files": {name: SHA-256, or a list with the SHA-256 of each part of the file}}
 
 The files are written into a temporary directory and synced to disk. Then the directory is renamed.
 `tensor_file.py` defines the parts of a file.

@@ -111,8 +111,9 @@ class RunCopies:
         self._wait_for_thread()
 
     def is_intact(self, path: Path) -> bool:
-        """Collective. As `checkpoint.intact_for_all`, but skips the checkpoint that `fetch`
-        verified.
+        """Collective. Return True if the files of the checkpoint match their digests on all ranks.
+
+        The checkpoint that `fetch` has verified is not read again; see `checkpoint.intact_for_all`.
         """
         is_known_intact = self._url and max_over_ranks(self._accelerator, int(path == self._intact))
         return bool(is_known_intact) or checkpoint.intact_for_all(self._accelerator, path)

@@ -124,9 +124,7 @@ class ModelIds:
         return any(token in text for token in self.extra_tokens.values() for text in texts)
 
     def require(self, ids: Sequence[int], where: str, field: str) -> None:
-        """Raise InvalidInput, naming `field`, if the model lacks one of the ids. `where`: the
-        record.
-        """
+        """Raise InvalidInput, naming `field` and the record `where`, if the model lacks an id."""
         if self.count is None or not len(ids) or max(ids) < self.count:
             return
         missing = next(token_id for token_id in ids if token_id >= self.count)
@@ -382,7 +380,7 @@ def data_sets(reader: RecordReader) -> list[tuple[RecordReader, DataSet]]:
 def surveyed_rows(data: DataConfig, count: int, seed: int) -> list[int]:
     """Return the rows (from 0) of a data set of `count` rows that decide whether it can be used.
 
-    The preview counts the same rows. They are all rows, or a sample of SURVEY, in their order.
+    The preview counts the same rows: all rows, or a sample of SURVEY rows in their order.
     """
     limit = SURVEY_WITH_IMAGES if data.image_column else SURVEY
     return sorted(permutation(count, seed, -2)[:limit].tolist())

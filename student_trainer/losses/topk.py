@@ -183,7 +183,7 @@ def _estimate_within_tail(
     gap = ((log_p - log_p_tail) - (log_q - log_q_tail)).detach()
     if direction == "reverse":
         return _bounded_exp(log_v) * (log_p - log_p.detach()).exp() * gap
-    # One exponential for v w: the product of two large ones could overflow.
+    # Use one exponential for v w: the product of two large exponentials could overflow.
     w = _bounded_exp(log_v + log_q - log_p)
     log_p_within = log_p - log_p_tail
     control = w - _bounded_exp(log_v + log_q_tail - log_p_tail)

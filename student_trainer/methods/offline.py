@@ -13,9 +13,9 @@ One step, in order:
    scores it (`teachers/scored_rollouts.py`): `SampledTokens` -> `Rollout` -> `PendingRows`. With a
    table `rollouts`, an engine samples (`rollout_client/rollouts_ahead.py`).
 4. Micro-batches. The learner (`loop/learner.py`) groups the sequences (`data/packing.py`), several
-   to a line if the model allows it, but never stored sequences with sampled ones. It waits for the
-   rows of one group (`PendingRows` -> `ScoredSequence`) and makes its tensors (`ScoredSequence` ->
-   `Batch`, both in `data/batch.py`).
+   to a line if the model allows it, but never stored and sampled sequences together. The learner
+   waits for the rows of one group (`PendingRows` -> `ScoredSequence`) and makes its tensors
+   (`ScoredSequence` -> `Batch`, both in `data/batch.py`).
 5. Loss. `DistillationObjective` (`objectives/distillation.py`) computes the forward Top-k KL of
    each token (`losses/topk.py`) from the stored rows and the student's rows (`model/student.py`,
    which calls `losses/fused/linear_loss.py`). It adds `method.cross_entropy` times the

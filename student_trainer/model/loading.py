@@ -272,7 +272,7 @@ def _class_for(config: Any, *, with_images: bool) -> Any:
 
 
 def cast_weights(module: nn.Module, *, bf16: bool) -> None:
-    """Cast the weights of `module`, or its shares, to float32; with `bf16` the trainable ones only.
+    """Cast the weights of `module`, or its shares, to float32; with `bf16`, only trainable weights.
 
     Weights that are already float32 stay the same tensors.
     """

@@ -183,8 +183,9 @@ class RLObjective:
         """Return (sum, number) of each metric, with the same names for all batches.
 
         `kl/NAME`, for each KL term, is an estimate of the KL in nats with tail `bucket+draws`, or
-        `bucket+sampled` if there are no draws, whatever the tail mode of the loss. It is unbiased
-        unless `method.importance_clip` or `importance_mask` changes its weights. No gradient.
+        `bucket+sampled` if there are no draws, for every tail mode of the loss. The estimate is
+        unbiased unless `method.importance_clip` or `importance_mask` changes its weights. No
+        gradient.
         """
         assert isinstance(batch, RLBatch)
         rows, all_rows = out.rows, slice(0, len(batch))

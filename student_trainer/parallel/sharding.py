@@ -93,8 +93,8 @@ class Replicated:
     def synchronized(self, is_last: bool) -> Any:
         """Return the context for forward and backward of one micro-batch.
 
-        Gradients are averaged over processes in the `is_last` micro-batch of an update; in earlier
-        ones they are only accumulated.
+        Gradients are averaged over processes in the `is_last` micro-batch of an update. In earlier
+        micro-batches, gradients are only accumulated.
         """
         return nullcontext() if is_last else self._accelerator.no_sync(self._wrapped)
 

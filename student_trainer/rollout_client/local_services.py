@@ -112,7 +112,7 @@ def rollout_services(config: AnyTraining) -> Iterator[RolloutServices | PlacedSe
         yield RolloutServices(addresses, "")
         return
     token = secrets.token_urlsafe(32)
-    ports = free_ports(count)  # a restarted service has the same one
+    ports = free_ports(count)  # a restarted service uses its old port
     threads = str(max(1, engine_threads // count))
     services = RolloutServices([f"127.0.0.1:{port}" for port in ports], token)
     try:

@@ -226,7 +226,7 @@ class FileChannel:
                 raise Unavailable(
                     f"the weights need {needed_bytes >> 20} MiB, but {version.directory} has"
                     f" {free_bytes >> 20} MiB",
-                    hint="free space, or lower rollouts.lag, which keeps more versions",
+                    hint="free space, or lower rollouts.lag, so that fewer versions are kept",
                 )
 
         return create_directory
@@ -254,5 +254,5 @@ def _write_or_raise_unavailable(directory: Path, write: Callable[[], None]) -> N
         raise Unavailable(
             f"cannot write the weights for the rollout engine to {directory}: {error}",
             field="disk",
-            hint="free space, or lower rollouts.lag, which keeps more versions",
+            hint="free space, or lower rollouts.lag, so that fewer versions are kept",
         ) from error

@@ -76,7 +76,7 @@ def run_self_test(
     `samples`, sampling with a forward pass. Each trainable weight must get a finite gradient. The
     student is in evaluation mode afterwards.
 
-    Raises InvalidInput (`student.model` or `student.lora`) on all ranks if one has no safe path.
+    Raises InvalidInput (`student.model` or `student.lora`) on all ranks if a rank has no safe path.
     """
     ids = torch.arange(_LONG) % student.trained.vocab_size
     passes = _run_passes(student, ids)

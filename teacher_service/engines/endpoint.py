@@ -50,7 +50,7 @@ _MAX_VOCABULARY = 1 << 22  # no vocabulary is larger
 
 
 class EndpointEngine:
-    """A model behind the HTTP interface of vLLM, or one that echoes prompts.
+    """A model behind the HTTP interface of vLLM, or behind another server that echoes prompts.
 
     The server does not identify its weights: the fingerprint covers the model's name on the server,
     its limits and the tokenizer. Start a teacher with another `served_model`, or without a cache,

@@ -59,7 +59,7 @@ class HfEngine:
     """A causal language model of transformers whose head is one linear layer, scaled or capped.
 
     Sequences of a batch are padded on the right and masked. With `batch_invariant`, each sequence
-    has a forward pass of its own: its rows are bit-identical whatever else is in the batch.
+    has its own forward pass, so its rows are bit-identical with any other sequences in the batch.
 
     Raises InvalidInput in three cases:
 

@@ -195,7 +195,7 @@ class _RequestRows:
     def add(self, first: int, answer: RowBlock | Corrupt) -> None:
         """Add the rows from position `first` on.
 
-        vLLM may preempt a request and compute it again; repeated rows replace the earlier ones. The
+        vLLM may preempt a request and compute it again; repeated rows replace earlier rows. The
         first Corrupt is final.
         """
         earlier = self.answer

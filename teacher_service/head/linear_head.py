@@ -67,7 +67,7 @@ def _probe_scale_and_cap(model: Any, path: Path) -> ScaleAndCap:
     """Return how `model` scales and caps the products of its head.
 
     Runs the model's own code after its body on fixed hidden states, with a small random head in
-    place of the real one. Modifies `model`. Raises InvalidInput if the logits are anything else.
+    place of the real head. Modifies `model`. Raises InvalidInput if the logits are anything else.
     """
     original_head = model.get_output_embeddings()
     generator = torch.Generator().manual_seed(0)

@@ -180,7 +180,7 @@ def _parse_images(
     if sum(sizes) != len(data) or 0 in sizes:
         _refuse(
             "image_sizes",
-            f"{len(sizes)} sizes with the sum {sum(sizes)} for {len(data)} bytes",
+            f"the {len(sizes)} sizes have the sum {sum(sizes)}, but images has {len(data)} bytes",
             "send the length of each image in bytes",
         )
     placeholders = np.flatnonzero(token_ids == limits.placeholder)

@@ -31,7 +31,7 @@ STAGES = (
     Stage("loss, forward and backward", "", 3),
     Stage("optimizer", "time/optim", 2),
 )
-# The label of time/rollout in a job that samples no answers, as the lack of length/truncated shows.
+# The label of time/rollout in a job that samples no answers. Such a job has no length/truncated.
 WITHOUT_ANSWERS = "making the sequences"
 
 

@@ -227,9 +227,9 @@ def rope_switch(config: Any) -> int | None:
     """Return the largest number of tokens for which a model uses its short rotary factors.
 
     A model with LongRoPE (Ding et al., arXiv 2402.13753), such as Phi-3.5, has two sets of rotary
-    factors; longer sequences have the long ones. transformers takes the set of a whole batch from
-    its longest sequence, vLLM from the longest sequence that it accepts. `config`: the
-    configuration of the text model, of transformers. Returns None if the length changes nothing:
+    factors; longer sequences use the long factors. transformers chooses the set for a whole batch
+    by the longest sequence of the batch, vLLM by the longest sequence that vLLM accepts. `config`
+    is the text model's configuration of transformers. Returns None if the length changes nothing:
     the model has no LongRoPE, or its two sets are equal.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
