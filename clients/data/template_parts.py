@@ -98,7 +98,7 @@ def _marked_parts(conversation: Conversation) -> Iterator[tuple[str, Conversatio
         if calls := message.get("tool_calls"):
             marked = [_with_marked_name(call) for call in calls]
             yield "the tool calls", with_message(number, tool_calls=marked)
-    # A template may leave out the reasoning of earlier messages, so only the last one counts.
+    # A template may leave out the reasoning of earlier messages, so only check the last message.
     for key in REASONING:
         if messages and messages[-1]["role"] == "assistant" and messages[-1].get(key):
             yield f"the key {key!r}", with_message(len(messages) - 1, **{key: _MARK})

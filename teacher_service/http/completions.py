@@ -224,5 +224,5 @@ def write_prompt_logprobs(block: RowBlock, token_ids: NDArray[np.int32], k: int)
         format_integers(ranks[is_written]),
         format_literal(b"}"),
     ]
-    # The first entry has no row before it, so its `}` is cut off.
+    # The first entry has no row before it, so its `},` is cut off.
     return b"," + join_parts(is_opening.shape, parts)[2:] + b"}"
