@@ -3,7 +3,7 @@ FAST := $(addprefix tests/,protos clients distill_server/jobs distill_server/rpc
   teacher_service/cache $(addprefix student_trainer/,losses cross_tokenizer data model run rewards \
   test_critic.py test_critic_advantages.py))
 
-.PHONY: setup docs demo demo-rl demo-search demo-real test test-all test-touched test-fast test-vllm-short test-ray test-slurm test-deploy test-monitoring test-8bit test-track test-vllm soak chaos lint report bench bench-offline bench-draws bench-rl bench-trl bench-evidence bench-gpu bench-vllm protos clean
+.PHONY: setup docs demo demo-rl demo-search demo-real test test-all test-touched test-fast test-vllm-short test-ray test-slurm test-deploy test-monitoring test-8bit test-track test-formats test-vllm soak chaos lint report bench bench-offline bench-draws bench-rl bench-trl bench-evidence bench-gpu bench-vllm protos clean
 PYTHON ?= python3
 # Of faults in `make chaos`; CHAOS: its other options.
 MINUTES ?= 30
@@ -95,6 +95,10 @@ test-monitoring: setup  ## test alerts and board with a real Prometheus and Aler
 test-8bit: setup  ## test the optimizer with moments in 8 bits; installs torchao, which `make test` does not
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[8bit]'
 	$(BIN)/pytest tests/student_trainer/loop/test_adamw_8bit.py
+
+test-formats: setup  ## load models of other formats as student and teacher; installs what reads them, which `make test` does not
+	$(BIN)/$(INSTALL) $(BIN)/python gguf "sentencepiece<=0.2.1" bitsandbytes compressed-tensors
+	$(BIN)/pytest tests/end_to_end/test_model_directories.py
 
 test-track: setup  ## test the trackers with a real trackio, which `make test` does not install
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[track]'

@@ -7,19 +7,14 @@ checks that need a response from a teacher.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from clients.config.file import named_files, named_urls
 from clients.config.kinds import AnyJob
-from clients.config.tables.common import EvaluatedModel, StudentConfig
+from clients.config.tables.common import StudentConfig
 from clients.config.tables.job import JobConfig, TrainingJob
 from clients.data.formats import FILE_SUFFIXES, files_of, is_pattern
-from clients.data.models.files import (
-    refuse_adapter,
-    refuse_code,
-    refuse_missing_files,
-    refuse_quantised,
-)
 from clients.data.object_urls import is_object_url, place_of, redact_place
 from clients.data.prompt_format import (
     check_chat_template,
@@ -31,6 +26,7 @@ from clients.data.tokens.tokenizer import chat_templates_in, read_template
 from clients.preflight.data_files import check_data
 from clients.preflight.disk import check_space
 from clients.preflight.limits import fit_limits, resumed_limits
+from clients.preflight.models import check_models
 from clients.preflight.packages import check_packages, check_trackers
 from clients.preflight.parallel import check_context_parallel, check_tensor_parallel
 from clients.preflight.rollouts import check_gpus
@@ -41,6 +37,8 @@ from protos.errors import InvalidInput
 _ON_DISK = frozenset(
     {"teacher.model", "teacher.tokenizer", "data.tokenizer", "data.image_folder", "reward.file"}
 )
+log = logging.getLogger(__name__)
+
 RELATIVE_PATH_HINT = "relative paths start at the current directory"
 
 
@@ -92,8 +90,9 @@ def check_here(
     check_files(config, hint)
     config = (resumed_limits(config, run) or fit_limits(config)).apply(config)
     check_data(config)
+    for note in check_models(config, here=here):
+        log.info(note)
     if config.answering_student is not None:
-        check_student(config.answering_student)
         check_template(config, config.answering_student.model)
     if isinstance(config, TrainingJob):
         if not here and config.engine_gpus:
@@ -146,26 +145,6 @@ def _check_url(key: str, url: str) -> None:
     except InvalidInput as error:
         error.field = key
         raise
-
-
-def check_student(student: StudentConfig | EvaluatedModel) -> None:
-    """Raise InvalidInput if the model is a local directory that cannot be trained.
-
-    The directory lacks config, weights or a shard, is quantised, or contains an adapter or code.
-    """
-    path = Path(student.model)
-    if path.is_dir():
-        for check in (refuse_adapter, refuse_code, refuse_missing_files):
-            check(path, "student.model")
-        if isinstance(student, StudentConfig):
-            refuse_quantised(path, "student.model")
-    if path.is_dir() and not ((path / "config.json").is_file() and any(path.glob("*.safetensors"))):
-        missing = "*.safetensors" if (path / "config.json").is_file() else "config.json"
-        raise InvalidInput(
-            f"no {missing} in {path}",
-            field="student.model",
-            hint="give a Hugging Face directory with config, tokenizer and safetensors",
-        )
 
 
 def _check_engines(student: StudentConfig) -> None:

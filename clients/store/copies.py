@@ -16,8 +16,9 @@ from typing import TypeVar
 
 from clients.config.file import named_urls, replaced
 from clients.config.kinds import AnyJob
-from clients.data.models.files import MODEL_KEYS, TEMPLATES, is_model_file
+from clients.data.models.files import MODEL_KEYS, is_model_file
 from clients.data.object_urls import is_object_url, place_of
+from clients.data.tokens.tokenizer import TEMPLATES
 from clients.runs.file_system import lock_file
 from clients.store.manifest import MANIFEST, Manifest, parse_manifest, read_manifest
 from clients.store.objects import ObjectFolder

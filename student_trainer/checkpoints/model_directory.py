@@ -15,9 +15,9 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
-from clients.data.models.files import ADAPTER_CONFIG, TEMPLATES, list_model_files
+from clients.data.models.files import ADAPTER_CONFIG, list_model_files
 from clients.data.tokens.answers import end_ids
-from clients.data.tokens.tokenizer import LEGACY_TEMPLATE, chat_templates_in
+from clients.data.tokens.tokenizer import LEGACY_TEMPLATE, TEMPLATES, chat_templates_in
 from protos.errors import WrongState
 from student_trainer.checkpoints.atomic_directory import MANIFEST
 from student_trainer.checkpoints.compatible_files import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,9 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from clients.config.tables.common import StudentConfig
 from clients.data.images import ImageReader, makes_grids, require_pillow
-from clients.data.models.files import (
-    check_loaded_weights,
-    refuse_adapter,
-    refuse_code,
-    refuse_missing_files,
-    refuse_quantisation,
-    refuse_unscaled,
-)
+from clients.data.models.check import check_weights, refuse_code, refuse_quantisation
+from clients.data.models.files import quantisation_of
+from clients.data.models.loaded_weights import check_loaded_weights, refuse_unscaled
 from clients.data.tokens import loading as tokens
 from clients.data.tokens.tokenizer import read_template
 from protos.errors import InvalidInput
@@ -54,8 +49,8 @@ PRODUCTS = [
 ]
 
 log = logging.getLogger(__name__)
+
 Check = Callable[[Path, str], None]
-MODEL_CHECKS: Sequence[Check] = (refuse_adapter, refuse_code, refuse_missing_files)
 # Dtypes of safetensors whose values float32 holds exactly.
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Parts of the names of configuration entries that make training differ from evaluation: dropout,
@@ -121,7 +116,7 @@ def load_tokenizer(student: StudentConfig) -> Any:
     def load(model: str, *, revision: str | None, **_: Any) -> Any:
         return tokens.load_tokenizer(transformers, model, revision)
 
-    tokenizer = _load_pretrained(student, load, checks=(refuse_code,))
+    tokenizer = _load_pretrained(student, load, check=refuse_code)
     if student.chat_template not in (None, "teacher"):
         tokenizer.chat_template = _read_chat_template(student.chat_template)
     return tokenizer
@@ -253,7 +248,8 @@ def _check_loaded(
     """
     name, unused = student.model, loading["unexpected_keys"]
     files = [Path(file) for file in _load_pretrained(student, _weight_files)]
-    refuse_unscaled(name, files, unused, "student.model", is_quantised=False)
+    is_quantised = quantisation_of(local_directory(student), "student.model") is not None
+    refuse_unscaled(name, files, unused, "student.model", is_quantised=is_quantised)
     check_loaded_weights(name, loading["missing_keys"], unused, "student.model")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise InvalidInput(
@@ -352,12 +348,11 @@ def _warn_of_auxiliary_loss(config: Any) -> None:
 
 
 def _load_pretrained(
-    student: StudentConfig, load: Any, checks: Sequence[Check] = MODEL_CHECKS, **options: Any
+    student: StudentConfig, load: Any, check: Check = check_weights, **options: Any
 ) -> Any:
     path = Path(student.model)
     if path.is_dir():
-        for check in checks:
-            check(path, "student.model")
+        check(path, "student.model")
     revision = student.revision if not path.is_dir() else None
     try:
         return load(student.model, revision=revision, trust_remote_code=False, **options)

@@ -85,7 +85,7 @@ class EndpointEngine:
         self.requested_tokens = 0
         self._http = HttpEndpoint(url)
         try:
-            path = model_directory(tokenizer)
+            path = model_directory(tokenizer, "endpoint")
             vocabulary = load_vocabulary(path)
         except InvalidInput as error:
             raise InvalidInput(error.message, field="--tokenizer", hint=error.hint) from error

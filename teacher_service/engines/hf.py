@@ -86,7 +86,7 @@ class HfEngine:
         is always in memory. With `memory` None, the whole model is on `device`.
         """
         progress = progress or LoadProgress()
-        path = model_directory(model)
+        path = model_directory(model, "hf")
         self._device = _find_device(device)
         digests = FileDigests(weight_files(path))
         progress.begin("reading its weights")

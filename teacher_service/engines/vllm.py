@@ -94,7 +94,7 @@ class VllmEngine:
         """
         progress = progress or LoadProgress()
         require_vllm()
-        path = model_directory(model)
+        path = model_directory(model, "vllm")
         digests = FileDigests(weight_files(path))
         skeleton = load_skeleton(path, dtype=dtype)
         head = find_head(skeleton, path)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from clients.data.models.files import (
-    read_object,
-    refuse_adapter,
-    refuse_code,
-    refuse_missing_files,
-    shard_names,
-)
+from clients.data.models.check import Reader, check_model
+from clients.data.models.files import list_weight_files, read_object
 from protos.errors import InvalidInput
 from teacher_service.models.digests import FileDigests
 
+log = logging.getLogger(__name__)
+
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 # A new number changes all fingerprints, so that rows of an earlier scheme are never reused.
 _SCHEME = 2
 # Entries of config.json, at any depth, that cannot change a logit of a forward pass:
@@ -43,37 +40,21 @@ _IRRELEVANT_CONFIG = frozenset(
 )
 
 
-def model_directory(model: str) -> Path:
+def model_directory(model: str, engine: Reader) -> Path:
     """Return the local directory of `model`, a path or hub id; download a hub id if needed.
 
-    Raises InvalidInput with field --model if there is no such model, if files are missing, if the
-    weights are not .safetensors, if the model needs custom Python code, or if the directory has an
-    adapter beside the weights.
+    Raises InvalidInput with field --model if there is no such model, or if `engine` cannot use it;
+    see `check_model`, whose notes are logged.
     """
     path = Path(model).expanduser()
     if not path.exists() and _HUB_ID.fullmatch(model):
         path = _download(model)
-    if not path.is_dir():
+    if not path.exists():
         raise _model_error(
             f"there is no directory {model}", "give a Hugging Face directory or a hub id"
         )
-    refuse_adapter(path, "--model")
-    if not (path / "config.json").is_file():
-        raise _model_error(
-            f"{model} has no config.json", "give a directory written by save_pretrained()"
-        )
-    refuse_code(path, "--model")
-    if not weight_files(path):
-        raise _model_error(
-            f"{model} has no .safetensors weights; other formats can run code when loaded",
-            "convert the model with save_pretrained(..., safe_serialization=True)",
-        )
-    refuse_missing_files(path, "--model")
-    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
-        # transformers would create an empty tokenizer, which cannot be compared to the student's.
-        raise _model_error(
-            f"{model} has no tokenizer", "save the tokenizer into the same directory"
-        )
+    for note in check_model(path, "--model", engine):
+        log.warning(note)
     return path
 
 
@@ -104,9 +85,7 @@ def weight_files(path: Path) -> list[Path]:
 
     Empty if the directory has none. Raises InvalidInput if the index of weights is malformed.
     """
-    if (path / "model.safetensors").is_file():
-        return [path / "model.safetensors"]
-    return [path / name for name in sorted(shard_names(path, "--model"))]
+    return list_weight_files(path, "--model")
 
 
 def file_facts(path: Path, digests: FileDigests) -> dict[str, object]:

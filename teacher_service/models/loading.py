@@ -14,7 +14,8 @@ import transformers
 from torch import Tensor
 
 from clients.data.images import ImageReader, makes_grids
-from clients.data.models.files import check_loaded_weights, quantisation_of, refuse_unscaled
+from clients.data.models.files import quantisation_of
+from clients.data.models.loaded_weights import check_loaded_weights, refuse_unscaled
 from clients.data.tokens.loading import load_tokenizer
 from clients.data.tokens.tokenizer import tokens_of
 from protos.errors import InvalidInput

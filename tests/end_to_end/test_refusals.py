@@ -109,7 +109,7 @@ CASES = {
         launched=True,  # the hub library reads its environment variables at its import
     ),
     "no weights": Refusal(
-        STUDENT, ("student.model: ", "no *.safetensors", "give a Hugging Face directory"),
+        STUDENT, ("student.model: ", "no .safetensors weights", "give a Hugging Face directory"),
         make=save_without_weights,
     ),
     "no teacher": Refusal(

@@ -34,11 +34,18 @@ app = typer.Typer(help="Check job files and show their values.", no_args_is_help
 
 @app.command()
 def check(context: typer.Context, job: JobFileArgument, sets: SetOption = None) -> None:
-    """Check a job file and report all problems at once."""
-    from clients.config.file import load_jobs
+    """Check a job file, and the model directories on this machine that it names.
 
-    load_jobs(job, sets or [])
-    settings_of(context).output.result({"file": job, "ok": True}, f"{job}: ok")
+    All problems of the file are reported at once.
+    """
+    from clients.config.file import load_jobs
+    from clients.preflight.models import check_models
+
+    output = settings_of(context).output
+    for file in load_jobs(job, sets or []):
+        for note in check_models(file.config, here=False):
+            output.say(note)
+    output.result({"file": job, "ok": True}, f"{job}: ok")
 
 
 @app.command()

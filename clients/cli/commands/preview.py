@@ -56,6 +56,7 @@ def preview(
     from clients.config.file import load_job
     from clients.data.preview import parse_preview
     from clients.preflight.files import check_files
+    from clients.preflight.models import check_models
 
     output = settings_of(context).output
     if page is not None and page.suffix.lower() not in (".html", ".htm"):
@@ -69,6 +70,7 @@ def preview(
         )
     require_extra("train", "a preview", field="JOB.toml")
     check_files(config)
+    check_models(config)
     reply = run_program(
         [config.preview_program, "--records", str(records)], config.model_dump_json(), output
     )

@@ -142,6 +142,7 @@ def _create_run(job: str, job_overrides: list[str], runs: Path, directory: str) 
     from clients.config.tables.after import outputs_in
     from clients.preflight.data_files import check_data
     from clients.preflight.files import check_files
+    from clients.preflight.models import check_models
     from clients.preflight.packages import check_packages
     from clients.preflight.rollouts import check_gpus
     from clients.runs.directory import RunDirectory
@@ -159,6 +160,7 @@ def _create_run(job: str, job_overrides: list[str], runs: Path, directory: str) 
     check_gpus(config)
     check_files(config)
     check_data(config)
+    check_models(config)
     parts = (config, file.text, file.path.suffix.lower())
     if directory:
         return _create_atomically(Path(directory), parts)

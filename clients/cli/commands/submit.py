@@ -104,13 +104,12 @@ def submit(
 def _upload_files(client: DistillClient, output: Output, configs: Sequence[AnyJob]) -> list[AnyJob]:
     """Check the files of the jobs, send them to the server, and return the jobs."""
     from clients.preflight.data_files import check_data
-    from clients.preflight.files import check_student
+    from clients.preflight.models import check_models
 
     _print_server_paths(output, configs)
     for config in configs:
         check_data(config, only_existing=True)
-        if config.trained_student is not None:
-            check_student(config.trained_student)
+        check_models(config, here=False)
     return client.upload(configs, UploadReport(output))
 
 

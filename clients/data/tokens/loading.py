@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,13 @@ from clients.data.tokens.tokenizer import LEGACY_TEMPLATE, chat_templates_in
 log = logging.getLogger(__name__)
 
 _TOKENIZER_FILE = "tokenizer.json"
-_SENTENCEPIECE_FILE = "tokenizer.model"
+SENTENCEPIECE_FILE = "tokenizer.model"
+NO_SENTENCEPIECE = (
+    f"has {SENTENCEPIECE_FILE} without {_TOKENIZER_FILE}, and the package sentencepiece, which"
+    " converts it, is not installed, or does not fit the installed protobuf"
+)
+# Version 0.2.3 needs protobuf 7.
+INSTALL_SENTENCEPIECE = 'pip install "sentencepiece<=0.2.1"'
 # Where pre-tokenizers and normalizers differ: digits, contractions, spaces, scripts, accents.
 PROBE = (
     "It's 1234567 + 3.14, DON'T  they'll\t\tsay?!  def f(x):\n    return x**2\n\n\n"
@@ -43,11 +49,8 @@ def load_tokenizer(transformers: Any, model: str, revision: str | None = None) -
         return None if path is None else Path(path)
 
     file = find_file(_TOKENIZER_FILE)
-    if file is None and find_spec("sentencepiece") is None and find_file(_SENTENCEPIECE_FILE):
-        raise ValueError(
-            f"{model} has {_SENTENCEPIECE_FILE} without {_TOKENIZER_FILE}, and the package"
-            " sentencepiece, which converts it, is not installed"
-        )
+    if file is None and find_file(SENTENCEPIECE_FILE) and not reads_sentencepiece():
+        raise ValueError(f"{model} {NO_SENTENCEPIECE}: {INSTALL_SENTENCEPIECE}")
     options = {"revision": revision, "trust_remote_code": False}
     tokenizer = transformers.AutoTokenizer.from_pretrained(model, **options)
     if file is not None:
@@ -58,6 +61,18 @@ def load_tokenizer(transformers: Any, model: str, revision: str | None = None) -
         tokenizer.chat_template = chat_templates_in(template_file.parent).get("default")
     _encode_probe(tokenizer)
     return tokenizer
+
+
+def reads_sentencepiece() -> bool:
+    """Return whether the part of the package sentencepiece that transformers uses can be imported.
+
+    If it cannot, transformers takes a SentencePiece file for one of tiktoken.
+    """
+    try:
+        import_module("sentencepiece.sentencepiece_model_pb2")
+    except Exception:  # noqa: BLE001 (protobuf has an error class of its own for its version)
+        return False
+    return True
 
 
 def _encode_probe(tokenizer: Any) -> None:

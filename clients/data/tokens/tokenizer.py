@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from clients.data.models.files import TEMPLATES
 from clients.data.outside import open_regular, read_document
 
 
@@ -44,6 +43,8 @@ def first_difference(
 
 
 LEGACY_TEMPLATE = "chat_template.json"
+# The directory of a model directory with the chat templates beside the default one.
+TEMPLATES = "additional_chat_templates"
 _MAX_TEMPLATE_BYTES = 1 << 20
 
 

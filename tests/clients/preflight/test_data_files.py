@@ -369,6 +369,7 @@ def write_student(template: str | None) -> Path:
     path.mkdir()
     (path / "config.json").write_text("{}")
     (path / "model.safetensors").touch()
+    (path / "tokenizer.json").touch()
     (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     return path
 

@@ -12,7 +12,8 @@ import pytest
 
 from clients.config.tables.common import TrainConfig
 from clients.data.tokens.tokenizer import first_difference
-from clients.preflight.files import check_processes, check_student
+from clients.preflight.files import check_processes
+from clients.preflight.models import check_models
 from clients.runs import progress as progress_module
 from clients.runs.directory import Control, RunDirectory
 from clients.runs.metrics_file import Point
@@ -198,10 +199,10 @@ def test_a_hub_that_is_away_is_not_asked_again(
 
 
 def test_student_directories(material: tiny.Material, tmp_path: Path) -> None:
-    check_student(tiny.job(material).student)
-    check_student(tiny.job(material, student__model="someone/model").student)
+    check_models(tiny.job(material))
+    check_models(tiny.job(material, student__model="someone/model"))
     with pytest.raises(InvalidInput, match=r"no config\.json") as caught:
-        check_student(tiny.job(material, student__model=str(tmp_path)).student)
+        check_models(tiny.job(material, student__model=str(tmp_path)))
     assert caught.value.field == "student.model"
 
 

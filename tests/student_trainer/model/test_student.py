@@ -193,7 +193,7 @@ def test_padding_may_hold_anything() -> None:
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     student = StudentConfig(model=str(tmp_path))
     for load in (load_config, load_tokenizer, load_model):
-        with pytest.raises(InvalidInput, match="no usable model") as caught:
+        with pytest.raises(InvalidInput, match=r"no usable model|no config\.json") as caught:
             load(student)
         assert caught.value.field == "student.model"
         assert "safetensors" in caught.value.hint

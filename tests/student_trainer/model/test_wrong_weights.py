@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from clients.config.tables.common import StudentConfig
-from clients.preflight.files import check_student
+from clients.data.models.check import CONVERT, check_model
 from protos.errors import InvalidInput
 from student_trainer.model.loading import load_model, load_tokenizer, require_trainable
 from teacher_service.models.files import model_directory
@@ -66,6 +66,11 @@ def change_weights(directory: Path, change: Change) -> None:
     save_file(change(load_file(file)), file, metadata={"format": "pt"})
 
 
+def check_directory(student: StudentConfig) -> None:
+    """As preflight does."""
+    check_model(Path(student.model), "student.model", "trainer")
+
+
 def change_config(directory: Path, **entries: object) -> None:
     file = directory / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | entries))
@@ -107,8 +112,8 @@ def test_a_trillion_layers_in_the_config(directory: Path, is_sharded: bool) -> N
     message = "has num_hidden_layers = 1000000000000, but the model's files have "
     assert message in load_and_catch(directory).message
     for check in (
-        lambda: check_student(StudentConfig(model=str(directory))),
-        lambda: model_directory(str(directory)),
+        lambda: check_directory(StudentConfig(model=str(directory))),
+        lambda: model_directory(str(directory), "hf"),
     ):
         with pytest.raises(InvalidInput) as caught:
             check()
@@ -152,28 +157,28 @@ def test_a_tied_head_needs_no_tensor_of_its_own(directory: Path) -> None:
 def test_an_adapter_beside_the_weights(directory: Path, lora: object) -> None:
     (directory / "adapter_config.json").write_text('{"base_model_name_or_path": "base"}')
     student = StudentConfig.model_validate({"model": str(directory), "lora": lora})
-    for check in (check_student, load_model):
+    for check in (check_directory, load_model):
         with pytest.raises(InvalidInput, match="has an adapter beside its weights"):
             check(student)
     with pytest.raises(InvalidInput, match="has an adapter beside its weights"):
-        model_directory(str(directory))
+        model_directory(str(directory), "hf")
 
 
 def test_an_adapter_alone(directory: Path) -> None:
     (directory / "adapter_config.json").write_text('{"base_model_name_or_path": "a/base"}')
     (directory / "config.json").unlink()
-    for check in (check_student, load_model):
+    for check in (check_directory, load_model):
         with pytest.raises(InvalidInput, match="is an adapter of a/base, not a model") as caught:
             check(StudentConfig(model=str(directory)))
-        assert "merge_and_unload" in caught.value.hint
+        assert f"merge it into its base model: {CONVERT} {directory} " in caught.value.hint
     with pytest.raises(InvalidInput, match="is an adapter of a/base, not a model"):
-        model_directory(str(directory))
+        model_directory(str(directory), "hf")
 
 
 @pytest.mark.parametrize("method", ["fp8", "bitsandbytes", "gptq"])
 def test_quantised_students_are_refused(directory: Path, method: str) -> None:
     change_config(directory, quantization_config={"quant_method": method})
-    for check in (check_student, require_trainable):
+    for check in (check_directory, require_trainable):
         with pytest.raises(InvalidInput, match=rf"are quantised \({method}\)"):
             check(StudentConfig(model=str(directory)))
 
@@ -188,11 +193,11 @@ def test_a_shard_that_is_away(directory: Path, tmp_path: Path) -> None:
     shards = sorted(sharded.glob("model-*.safetensors"))
     assert len(shards) > 2
     shards[1].unlink()
-    for check in (check_student, load_model):
+    for check in (check_directory, load_model):
         with pytest.raises(InvalidInput, match=f"lacks {shards[1].name}, which"):
             check(StudentConfig(model=str(sharded)))
     with pytest.raises(InvalidInput, match=f"lacks {shards[1].name}, which"):
-        model_directory(str(sharded))
+        model_directory(str(sharded), "hf")
 
 
 def test_a_tokenizer_that_raises_for_a_text_is_refused(tmp_path: Path) -> None:

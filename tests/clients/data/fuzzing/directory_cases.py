@@ -18,7 +18,8 @@ from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from clients.config.tables.common import StudentConfig
-from clients.data.models.files import refuse_quantised, shard_names
+from clients.data.models.check import check_model
+from clients.data.models.files import shard_names
 from clients.data.models.shape import logits_in, read_shape
 from clients.data.tokens.tokenizer import tokens_in
 from protos.errors import InvalidInput
@@ -79,10 +80,10 @@ def run_model_case(random: Random, folder: Path) -> str:
     outcomes = []
     for load in (
         lambda: _check_weights(load_model(student), path),
-        lambda: _check_weights(load_teacher(model_directory(str(path)), dtype="float32"), path),
+        lambda: _check_weights(_load_checked_teacher(path), path),
         lambda: load_config(student),
         lambda: read_shape(str(path)),
-        lambda: refuse_quantised(path, "student.model"),
+        lambda: check_model(path, "student.model", "trainer"),
         lambda: shard_names(path, "student.model"),
         lambda: logits_in(path),
     ):
@@ -94,6 +95,10 @@ def run_model_case(random: Random, folder: Path) -> str:
         else:
             outcomes.append("read")
     return "read" if outcomes[0] == "read" else "refused"
+
+
+def _load_checked_teacher(path: Path) -> Any:
+    return load_teacher(model_directory(str(path), "hf"), dtype="float32")
 
 
 def require_remedy(error: InvalidInput) -> None:

@@ -59,7 +59,7 @@ def test_a_sentencepiece_file_alone_is_one_sentence(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
-    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    monkeypatch.setattr(loading, "reads_sentencepiece", lambda: False)
     with pytest.raises(
         InvalidInput, match=r"has tokenizer\.model without tokenizer\.json"
     ) as caught:
