@@ -34,7 +34,7 @@ class Critic(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the value [N] before each token, from the states [N, H] that give its row."""
+        """Return the value [N] before each token, from the states [N, H] that predict the token."""
         values: Tensor = self.linear(hidden.detach().to(self.linear.weight.dtype))
         return values.squeeze(1)
 

@@ -289,8 +289,9 @@ class _Service:
 def _gpu_variable(config: AnyTraining, rollouts: RolloutsConfig, number: int) -> dict[str, str]:
     """Return the variable with the GPUs of engine `number`; {} without GPUs.
 
-    These are the GPUs after the trainer's own, or the GPU that it shares with trainer process
-    `number`. Raises InvalidInput if this machine, or the job's share of it, has too few GPUs.
+    These are the GPUs after the trainer's own GPUs, or the GPU that the engine shares with trainer
+    process `number`. Raises InvalidInput if this machine, or the job's share of this machine, has
+    too few GPUs.
     """
     if not rollouts.gpus:
         return {"CUDA_VISIBLE_DEVICES": gpus_here()[number]} if gpus_here() else {}
