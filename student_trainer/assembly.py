@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -66,7 +67,11 @@ from student_trainer.run.metrics import open_metrics
 from student_trainer.run.model_checks import max_sequence_length
 from student_trainer.run.provenance import write_environment
 from student_trainer.run.self_test import run_self_test, samples_in_trainer
-from student_trainer.teachers.connections import Connection
+from student_trainer.teachers.connections import (
+    Connection,
+    describe_changed_teachers,
+    teacher_facts,
+)
 
 log = logging.getLogger(__name__)
 
@@ -123,8 +128,12 @@ def assemble(
     if engine is not None:
         end_orders_after_stop(engine.client, progress.stop_asked)
     method = preparation.build(accelerator, student, engine)
+    method = replace(method, facts={**method.facts, **teacher_facts(teachers)})
     optimizer = make_optimizer(config.train, student.trained.model)
     if checkpoint_path is not None:
+        facts = checkpoint.read_facts(checkpoint_path)
+        for sentence in describe_changed_teachers(teachers, facts, step):
+            progress.note(sentence)
         _restore_method(method, checkpoint_path)
         checkpoint.load_optimizer(checkpoint_path, student.trained.model, optimizer)
     _log_start(config, teachers, preparation.store, student, step)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from clients.config.tables.job import TrainingJob
 from clients.preflight.teachers import field_of, label_of, services_of
 from clients.teacher.client import TeacherClient, TeacherInfo
+from clients.teacher.query import identity_of
 
 _MIB = 1 << 20
 
@@ -26,6 +27,31 @@ class Connection:
         logits.
         """
         return vocab_size if vocab_size < self.info.vocab_size else None
+
+    @property
+    def identity(self) -> str:
+        """The fingerprint and the version of the weights."""
+        return identity_of(self.info.fingerprint, self.info.version)
+
+
+def teacher_facts(teachers: Mapping[str, Connection]) -> Mapping[str, str]:
+    """Return the identities of the teachers, as facts of a checkpoint; see `Saver`."""
+    return {teacher.label: teacher.identity for teacher in teachers.values()}
+
+
+def describe_changed_teachers(
+    teachers: Mapping[str, Connection], checkpoint_facts: Mapping[str, str], step: int
+) -> Sequence[str]:
+    """Return a sentence for each teacher that is not the one of the steps up to `step`.
+
+    The address of a job may serve another model after a restart, or to another user.
+    """
+    return [
+        f"the {teacher.label} {teacher.info.model} has another fingerprint than the teacher of the"
+        f" steps up to {step}: other weights, another dtype, engine or device"
+        for teacher in teachers.values()
+        if checkpoint_facts.get(teacher.label, teacher.identity) != teacher.identity
+    ]
 
 
 @contextmanager

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from clients.runs.directory import RunDirectory, Status
+from clients.runs.directory import RunDirectory, Status, replace_file
 from protos.errors import ExitCode
 from tests.distill_server.conftest import eventually
 from tests.end_to_end.conftest import teacher_arguments
 from tests.end_to_end.forked_teacher import ForkedTeacher
-from tests.end_to_end.forked_trainer import finish, trainer
+from tests.end_to_end.forked_trainer import finish, kill_after_checkpoint, trainer
 from tests.end_to_end.processes import metrics_of, new_run, weights
 
 if TYPE_CHECKING:
@@ -179,3 +179,31 @@ def test_two_processes_lose_their_teacher(
     mortal_teacher.start()
     finish(run, 2)
     assert [line["step"] for line in metrics_of(run)] == list(range(31))
+
+
+def test_another_teacher_at_the_address_is_told(
+    material: Material, teacher: str, tmp_path: Path
+) -> None:
+    """The job resumes with other weights at its address; the same teacher is no news."""
+    from tests.student_trainer.tiny import Material, job, model, save, tokenizer
+
+    other_model = save(model(seed=77), tokenizer(), tmp_path / "other")
+    other_material = Material(material.prompts, other_model, material.student)
+    other_teacher = MortalTeacher(other_material, tmp_path / "other.log")
+    try:
+        run = new_run(tmp_path / "run", job(material, teacher, max_steps=2, checkpoint__every=1))
+        kill_after_checkpoint(run)
+        again = finish(run, 2)
+        assert read_reason(again) == ""
+        moved = job(material, other_teacher.address, max_steps=4, checkpoint__every=1)
+        replace_file(run.job_json, moved.model_dump_json())
+        reason = read_reason(finish(run, 3))
+        assert "has another fingerprint than the teacher of the steps up to 2" in reason
+    finally:
+        other_teacher.kill()
+
+
+def read_reason(run: RunDirectory) -> str:
+    status = run.read_status()
+    assert status is not None
+    return status.reason
