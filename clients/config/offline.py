@@ -195,6 +195,11 @@ class OfflineJob(TrainingJob):
         return self.method.max_new_tokens
 
     @property
+    def answers_stored_prompts(self) -> bool:
+        """Whether the student answers stored prompts, in steps or in evaluations."""
+        return self.is_evaluated or self.method.on_policy_fraction > 0
+
+    @property
     def answers_per_step(self) -> int:
         """Maximum number of stored prompts that the student answers per process and step."""
         answers = self.method.on_policy_fraction * self.train.prompts_per_step

@@ -18,10 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from clients.config.capture import CaptureJob
-from clients.config.evaluation import EvalJob
 from clients.config.file import replaced
-from clients.config.offline import OfflineJob
 from clients.config.tables.common import Table
 from clients.config.tables.data import DataConfig
 from clients.config.tables.job import JobConfig, TrainingJob
@@ -212,13 +209,12 @@ def _length_keys(config: JobConfig) -> tuple[str, ...]:
 def _fit_lengths(config: JobConfig, context: int) -> dict[str, int]:
     """Return values for limits of tokens that are not set, so that a sequence fits `context`."""
     answer_key = f"method.{ANSWER}"
-    if isinstance(config, EvalJob):  # the prompts, of any length, take the other half
-        return _shrink(config, {answer_key: context // 2})
-    if isinstance(config, OfflineJob):
-        samples = config.is_evaluated or config.method.on_policy_fraction
-        longest = longest_stored(config) if samples else None
+    if config.stores:
+        longest = longest_stored(config) if config.answers_stored_prompts else None
         return {} if longest is None else _shrink(config, {answer_key: context - longest})
     keys = _length_keys(config)
+    if not keys:  # an evaluation, whose prompts, of any length, take the other half
+        return _shrink(config, {answer_key: context // 2})
     if len(keys) == 1:
         return _shrink(config, {keys[0]: context})
     prompt_key, answer_key = keys
@@ -257,8 +253,8 @@ def _shrink(config: JobConfig, values: Mapping[str, int]) -> dict[str, int]:
 def _read_contexts(config: JobConfig, *, remote: bool) -> dict[str, int]:
     """Return the largest numbers of tokens of the models that the job names, by model."""
     models: dict[str, tuple[str, str | None]] = {}
-    student = getattr(config, "student", None)
-    if student is not None and not isinstance(config, CaptureJob):
+    student = config.answering_student
+    if student is not None:
         models["student"] = student.model, getattr(student, "revision", None)
     if config.teacher_link is not None and config.teacher_link.model is not None:
         models["teacher"] = config.teacher_link.model, None
@@ -272,10 +268,10 @@ def _read_contexts(config: JobConfig, *, remote: bool) -> dict[str, int]:
 
 def _count_records(config: JobConfig, *, remote: bool) -> int:
     """Return the number of records to learn from, at most _MAX_RECORDS; 0 if it is unknown."""
-    data = getattr(config, "data", None)
+    data, store = getattr(config, "data", None), config.stores.get("data.path")
     try:
-        if isinstance(config, OfflineJob):
-            return 0 if is_object_url(config.data.path) else len(LogitDataset(config.data.path))
+        if store is not None:
+            return 0 if is_object_url(store) else len(LogitDataset(store))
         if not isinstance(data, DataConfig) or not (remote or Path(data.path).is_file()):
             return 0
         records = DataSet(data.path, data.name, data.split).records(data.prompt_format.columns)

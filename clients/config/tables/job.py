@@ -219,6 +219,11 @@ class JobConfig(Table):
         return any(map(is_object_url, self.stores.values()))
 
     @property
+    def answers_stored_prompts(self) -> bool:
+        """Whether the student answers prompts of a store that the job reads."""
+        return False
+
+    @property
     def output_store(self) -> str | None:
         """The directory or URL to which the job writes rows, if the job file names one."""
         store: str | None = getattr(getattr(self, "method", None), "store", None)
