@@ -195,8 +195,8 @@ def copy_checkout(place: Path) -> None:
             shutil.copy2(ROOT / name, place / name)
 
 
-def planted(text: str, fault: Fault) -> str:
-    """The text with the fault. Raises ValueError if its place is not there exactly once."""
+def plant(text: str, fault: Fault) -> str:
+    """Return the text with the fault. Raises ValueError if its place is not there exactly once."""
     is_pattern = fault.before.startswith("re:")
     pattern = fault.before[3:] if is_pattern else re.escape(fault.before)
     changed, count = re.subn(pattern, lambda _: fault.after, text, flags=re.MULTILINE)
@@ -217,17 +217,26 @@ def first_failure(place: Path, arguments: Sequence[str]) -> str:
     return failures[0] if failures else ended.stdout[-300:] + ended.stderr[-300:]
 
 
-def fast_arguments() -> list[str]:
-    """The options and folders of `make test-fast`, in one process."""
+def fast_folders() -> list[str]:
+    """Return the folders of `make test-fast`."""
     makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
     folders = re.findall(r"^FAST := (.*)$", makefile, re.MULTILINE)[0]
     names = re.sub(r"\$\(addprefix |[()]|tests/,|student_trainer/,", " ", folders).split()
-    places = [
+    return [
         next(p for p in (f"tests/{name}", f"tests/student_trainer/{name}") if (ROOT / p).exists())
         for name in names
     ]
+
+
+def first_fast_failure(place: Path, fault: Fault) -> str:
+    """Run `make test-fast`, those of its folders first where the fault belongs."""
     ignored = ("ResourceWarning", "pytest.PytestUnraisableExceptionWarning")
-    return ["--no-processes", "-n2", *places, *(f"-Wignore::{name}" for name in ignored)]
+    options = ["--no-processes", "-n2", *(f"-Wignore::{name}" for name in ignored)]
+    folders = fast_folders()
+    near = [path for path in fault.tests if any(path.startswith(folder) for folder in folders)]
+    near += [folder for folder in folders if any(folder.startswith(path) for path in fault.tests)]
+    failure = first_failure(place, [*options, *near]) if near else ""
+    return failure or first_failure(place, [*options, *folders])
 
 
 def main() -> int:
@@ -244,9 +253,13 @@ def main() -> int:
         for fault in chosen:
             file = place / fault.file
             sound = file.read_text()
-            file.write_text(planted(sound, fault))
+            file.write_text(plant(sound, fault))
             began = time.monotonic()
-            failure = first_failure(place, fast_arguments() if options.fast else fault.tests)
+            failure = (
+                first_fast_failure(place, fault)
+                if options.fast
+                else first_failure(place, fault.tests)
+            )
             file.write_text(sound)
             count += bool(failure)
             seconds = time.monotonic() - began

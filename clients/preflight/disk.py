@@ -22,8 +22,12 @@ _CHECKPOINT_COPIES = {"adamw": 3.0, "adamw_8bit": 1.5}
 _MAX_HEADER_BYTES = 32 << 20
 
 
+class TooLittleSpace(WrongState):
+    """The disk has too little space for the files of a job."""
+
+
 def check_space(config: TrainingJob, run: Path, *, here: bool = True) -> None:
-    """Raise WrongState if the disk has too little space for the files of the job.
+    """Raise TooLittleSpace if the disk has too little space for the files of the job.
 
     The files are checkpoints, the export, and the versions of the weights for rollout engines,
     unless these are in memory. `run`: the run directory or its future parent directory. `here`: the
@@ -59,7 +63,7 @@ def check_space(config: TrainingJob, run: Path, *, here: bool = True) -> None:
             f", and {version_count} versions of the weights of {_format_gb(version_bytes)} for"
             " rollout engines"
         )
-    raise WrongState(
+    raise TooLittleSpace(
         f"the job needs {_format_gb(needed_bytes)} of disk space, but only"
         f" {_format_gb(free_bytes)} are free: {parts}",
         **_field_and_hint(config, by_versions=version_count > 0 and file_bytes <= free_bytes),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from clients.config.tables.after import outputs_in
 from clients.jobs.job import Job, JobState
+from clients.preflight.disk import TooLittleSpace
 from clients.teacher.client import TeacherNotReady
 from distill_server.jobs.job_file import parse_config
 from distill_server.jobs.preflight import Preflight
@@ -132,7 +133,7 @@ class Waits:
 
     async def _try_again(self, job: Job, wait: _Wait) -> None:
         try:
-            problem = await self._find_problem(job)
+            problem = await self._find_problem(job, wait.attempt.waits_for)
             job = self._store.job(job.id)
             if _is_queued(job, wait):
                 self._apply_try(job, wait, problem)
@@ -144,16 +145,18 @@ class Waits:
         if wait.is_over:
             self._wake()
 
-    async def _find_problem(self, job: Job) -> DistillError | None:
+    async def _find_problem(self, job: Job, waits_for: str) -> DistillError | None:
         """Return why the job must wait; None if the job can start.
 
-        The result is also None for a problem that the trainer reports.
+        The result is also None for a problem that the trainer reports. `waits_for`: of the attempt.
         """
         try:
             config = parse_config(job.config_json)
             jobs_read = {output.job: self._store.job(output.job) for output in outputs_in(config)}
             config = await asyncio.to_thread(with_paths, config, self._runs, jobs_read)
             await self._preflight(config, self._runs / job.id)
+        except TooLittleSpace as error:
+            return error if waits_for == "disk" else None
         except DistillError as error:
             return error if is_infrastructure(error.code) else None
         except Exception:

@@ -7,11 +7,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 
 from clients.config.kinds import AnyJob
+from clients.config.on_policy import OnPolicyJob
 from clients.jobs.job import Job, JobState
+from clients.preflight.disk import check_space
 from clients.runs.directory import RunDirectory, Status
 from clients.teacher.client import TeacherNotReady
 from distill_server.jobs import waiting
@@ -19,6 +22,8 @@ from distill_server.runners.interface import Exited, Lost
 from distill_server.scheduler import Policy
 from protos.errors import Unavailable, WrongState
 from tests.distill_server.conftest import job_config
+from tests.distill_server.jobs.preflight_site import job as job_values
+from tests.distill_server.jobs.preflight_site import write_student
 from tests.distill_server.scripted_runner import SmallServer, small_server
 
 FIELD = "teacher.address"
@@ -32,6 +37,7 @@ class Teacher:
     def __init__(self) -> None:
         self.is_away = self.is_wrong = False
         self.stage = ""
+        self.free_bytes: int | None = None
         self.checks = 0
 
     async def __call__(self, config: AnyJob, run: Path) -> None:
@@ -42,6 +48,9 @@ class Teacher:
             raise Unavailable("no teacher answers at here:1", field="teacher.address")
         if self.is_wrong:
             raise WrongState("another tokenizer", field="student.model")
+        if self.free_bytes is not None:
+            with patch("shutil.disk_usage", return_value=Mock(free=self.free_bytes)):
+                check_space(config, run)
 
 
 class Site:
@@ -69,11 +78,11 @@ class Site:
                 file.write(json.dumps({"attempt": attempt, "step": step, "loss": 1.0}) + "\n")
 
     def end_attempt(
-        self, job_id: str, outcome: Exited | Lost, code: str = "", step: int = 1
+        self, job_id: str, outcome: Exited | Lost, code: str = "", step: int = 1, field: str = FIELD
     ) -> Job:
         attempt = self.job(job_id).attempt
         if code:
-            status = Status(attempt, "failed", "training", step, 5, REASON, code, FIELD)
+            status = Status(attempt, "failed", "training", step, 5, REASON, code, field)
             RunDirectory(self.server.runs / job_id).write_status(status)
         self.server.runner.end(job_id, outcome)
         self.server.look()
@@ -251,6 +260,31 @@ def test_what_is_wrong_with_the_job_is_told_by_its_trainer(site: Site) -> None:
     site.advance(5)
     assert list(site.server.runner.alive) == [(job_id, 2)]
     assert site.end_attempt(job_id, Exited(6), "WrongState").state is JobState.FAILED
+
+
+@pytest.mark.parametrize(("cause", "waits"), [("disk", True), ("teacher.address", False)])
+def test_a_job_waits_for_a_disk_that_was_full(
+    cause: str, waits: bool, site: Site, tmp_path: Path
+) -> None:
+    """The disk must have space for the job, not only for the first bytes. A job that did not wait
+    for the disk ends with the refusal of its trainer.
+    """
+    write_student(tmp_path / "student", rows=1000)
+    config = OnPolicyJob.model_validate(
+        job_values(tmp_path, "localhost:1", student__model=str(tmp_path / "student"))
+    )
+    job_id = site.server.control.submit(config.model_dump_json(), "", "").id
+    site.server.look()
+    site.teacher.free_bytes = 4 * 1000 * 1000
+    site.end_attempt(job_id, Exited(4), "UNAVAILABLE", field=cause)
+    for _ in range(20):
+        site.advance(30)
+    assert (list(site.server.runner.alive) == []) is waits
+    if waits:
+        assert re.match("WAITING disk: the job needs .* only 0.004 GB", site.job(job_id).phase)
+        site.teacher.free_bytes = 4 * 1000 * 1000 * 1000
+        site.advance(30)
+    assert list(site.server.runner.alive) == [(job_id, 2)]
 
 
 def test_a_waiting_job_is_cancelled_and_resumed_without_a_wait(site: Site) -> None:
