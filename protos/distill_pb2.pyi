@@ -336,6 +336,8 @@ class ListJobsRequest(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     MINE_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
+    OLDER_THAN_SECONDS_FIELD_NUMBER: _builtins.int
     state: Global___JobState.ValueType
     """unspecified: jobs in any state"""
     limit: _builtins.int
@@ -346,9 +348,15 @@ class ListJobsRequest(_message.Message):
     """empty: jobs of all owners"""
     mine: _builtins.bool
     """only jobs of the owner of the caller's token"""
+    older_than_seconds: _builtins.float
+    """> 0: only jobs that ended, or else were submitted, so long ago by the server's clock"""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """only jobs that have all of these labels"""
+
+    @_builtins.property
+    def states(self) -> _containers.RepeatedScalarFieldContainer[Global___JobState.ValueType]:
+        """none: jobs in any state; older servers ignore this"""
 
     def __init__(
         self,
@@ -359,10 +367,12 @@ class ListJobsRequest(_message.Message):
         owner: _builtins.str = ...,
         mine: _builtins.bool = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        states: _abc.Iterable[Global___JobState.ValueType] | None = ...,
+        older_than_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["before_id", b"before_id", "labels", b"labels", "limit", b"limit", "mine", b"mine", "owner", b"owner", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before_id", b"before_id", "labels", b"labels", "limit", b"limit", "mine", b"mine", "older_than_seconds", b"older_than_seconds", "owner", b"owner", "state", b"state", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -373,6 +383,9 @@ class ListJobsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOBS_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    time: _builtins.float
+    """of the server's clock, in Unix seconds; 0 of an older server, which ignores older_than_seconds"""
     @_builtins.property
     def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Job]:
         """newest first"""
@@ -381,10 +394,11 @@ class ListJobsResponse(_message.Message):
         self,
         *,
         jobs: _abc.Iterable[Global___Job] | None = ...,
+        time: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

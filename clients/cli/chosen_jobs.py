@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -31,21 +30,20 @@ def jobs_in(
     own_only: bool = False,
     labels: Mapping[str, str] | None = None,
 ) -> Sequence[Job]:
-    """Return the jobs in these states, the oldest first.
+    """Return the jobs in these states: queued jobs first, so that none of them starts when a
+    running job is cancelled; then the oldest first.
 
-    `older_than_seconds`: minimum time since their end or, if they have not ended, since they were
-    submitted. `own_only` and `labels` are `mine` and `labels` of DistillClient.list.
+    `older_than_seconds`, `own_only` and `labels` are arguments of DistillClient.list, where the
+    server's clock counts.
     """
-    latest_time = time.time() - older_than_seconds
-    jobs_by_id = {
-        job.id: job
-        for state in states
-        for job in client.list(state=state, limit=_MAX_JOBS, mine=own_only, labels=labels)
-    }
-    old_jobs = [
-        job for job in jobs_by_id.values() if (job.ended_at or job.created_at) <= latest_time
-    ]
-    return sorted(old_jobs, key=lambda job: job.created_at)
+    jobs = client.list(
+        state=states,
+        limit=_MAX_JOBS,
+        mine=own_only,
+        labels=labels,
+        older_than_seconds=older_than_seconds,
+    )
+    return sorted(jobs, key=lambda job: (job.state is not JobState.QUEUED, job.created_at))
 
 
 def seconds_of(text: str) -> float:
@@ -94,7 +92,7 @@ class Choice:
         return bool(self.every or self.state or self.older_than or self.own_only or self.labels)
 
     def ids(self, client: DistillClient, states: Collection[JobState]) -> Sequence[str]:
-        """Return the given names, or the ids of the jobs that match the options, oldest first.
+        """Return the given names, or the ids of the jobs that match the options, as `jobs_in` does.
 
         `states`: job states that the command supports. Raises InvalidInput for an empty selection,
         and if both names and options are given.

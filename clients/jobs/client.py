@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +25,7 @@ from clients.config.kinds import AnyJob
 from clients.jobs.artifacts import Checkpoint, checkpoint_step
 from clients.jobs.connection import ServerConnection
 from clients.jobs.download import Download
-from clients.jobs.job import TERMINAL, Job, JobEvent, JobState, StartedTeacher
+from clients.jobs.job import TERMINAL, UNKNOWN, Job, JobEvent, JobState, StartedTeacher
 from clients.jobs.messages import event_of, require_filtered, teacher_of, values_of
 from clients.jobs.record import points_of
 from clients.jobs.upload import Report, Uploader
@@ -182,34 +182,44 @@ class DistillClient:
     def list(
         self,
         *,
-        state: JobState | None = None,
+        state: JobState | Collection[JobState] | None = None,
         limit: int = 50,
         before_id: str = "",
         owner: str = "",
         mine: bool = False,
         labels: Mapping[str, str] | None = None,
+        older_than_seconds: float = 0.0,
     ) -> list[JobHandle]:
-        """Return up to `limit` jobs, newest first, optionally only those in `state`.
+        """Return up to `limit` jobs, newest first.
 
+        `state`: only jobs in this state, or in one of these states. `older_than_seconds`: only jobs
+        that ended or, if they have not ended, were submitted at least so long ago by the server's
+        clock; raises WrongState if the server is too old for this.
         `owner`: only jobs of this owner. `mine`: only jobs of the owner of this client's token;
         raises InvalidInput if the token has no owner. `labels`: only jobs with all of these labels.
         For the next page, pass the id of the last job as `before_id`.
         """
-        state_number = pb.JobState.Value(state) if state else pb.JOB_STATE_UNSPECIFIED
+        states = [state] if isinstance(state, JobState) else [*(state or ())]
+        state_numbers = [pb.JobState.Value(state) for state in states]
         jobs: list[JobHandle] = []
         while len(jobs) < limit:
             page_size = min(limit - len(jobs), MAX_PAGE_JOBS)
             request = pb.ListJobsRequest(
-                state=state_number,
+                # Older servers have the first of these fields only.
+                state=state_numbers[0] if len(states) == 1 else pb.JOB_STATE_UNSPECIFIED,
+                states=state_numbers,
                 limit=page_size,
                 before_id=before_id,
                 owner=owner,
                 mine=mine,
                 labels=labels,
+                older_than_seconds=older_than_seconds,
             )
-            page = self._connection.call(self._stub.ListJobs, request).jobs
-            require_filtered(page, owner, mine, labels or {})
-            jobs += [_handle_of(self, job) for job in page]
+            response = self._connection.call(self._stub.ListJobs, request)
+            page = response.jobs
+            require_filtered(response, owner, mine, labels or {}, older_than_seconds)
+            handles = [_handle_of(self, job) for job in page]
+            jobs += [handle for handle in handles if not states or handle.state in states]
             if len(page) < page_size:
                 break
             before_id = page[-1].id
@@ -297,12 +307,15 @@ class DistillClient:
         deadline = None if timeout is None else time.monotonic() + timeout
         job = self.get(job_id)
         while job.state not in TERMINAL:
+            last_seq = job.last_seq
             try:
                 for _ in self._iterate_events(job.id, job.last_seq, deadline):
                     pass
             except TimedOut as error:
                 raise TimedOut(f"job {job.id} did not end within {timeout:g} s") from error
             job = self.get(job.id)
+            if job.state is UNKNOWN and job.last_seq == last_seq:
+                return job  # the end of the stream says that the job has ended
         return job
 
     def logs(

@@ -18,6 +18,16 @@ class JobState(StrEnum):
     CANCELLING = "CANCELLING"
     CANCELLED = "CANCELLED"
 
+    @classmethod
+    def _missing_(cls, value: object) -> JobState | None:
+        return UNKNOWN if value == "UNKNOWN" else None
+
+
+# The state of a job of a newer server if this version has no such state. No member of the
+# enumeration: a server has no jobs in this state, and nobody can ask for them.
+UNKNOWN: JobState = str.__new__(JobState, "UNKNOWN")
+UNKNOWN._name_ = UNKNOWN._value_ = "UNKNOWN"
+
 
 TERMINAL = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from clients.jobs.job import JobEvent, JobState, StartedTeacher
+from clients.jobs.job import UNKNOWN, JobEvent, JobState, StartedTeacher
 from protos import distill_pb2 as pb
 from protos.errors import WrongState
 
@@ -16,7 +16,7 @@ def values_of(job: pb.Job) -> dict[str, Any]:
         "id": job.id,
         "name": job.name,
         "kind": job.kind,
-        "state": JobState(pb.JobState.Name(job.state)),
+        "state": _state_of(job.state),
         "reason": job.reason,
         "phase": job.phase,
         "attempt": job.attempt,
@@ -40,7 +40,7 @@ def event_of(event: pb.JobEvent) -> JobEvent:
     return JobEvent(
         seq=event.seq,
         time=event.time,
-        state=JobState(pb.JobState.Name(event.state)),
+        state=_state_of(event.state),
         reason=event.reason,
         phase=event.phase,
         attempt=event.attempt,
@@ -48,6 +48,12 @@ def event_of(event: pb.JobEvent) -> JobEvent:
         max_steps=event.max_steps,
         metrics=dict(event.metrics),
     )
+
+
+def _state_of(number: pb.JobState.ValueType) -> JobState:
+    """Return a state, UNKNOWN for one of a newer server."""
+    is_known = number and number in pb.JobState.values()
+    return JobState(pb.JobState.Name(number)) if is_known else UNKNOWN
 
 
 def teacher_of(teacher: pb.StartedTeacher) -> StartedTeacher:
@@ -69,10 +75,19 @@ def teacher_of(teacher: pb.StartedTeacher) -> StartedTeacher:
 
 
 def require_filtered(
-    jobs: Sequence[pb.Job], owner: str, own_only: bool, labels: Mapping[str, str]
+    response: pb.ListJobsResponse,
+    owner: str,
+    own_only: bool,
+    labels: Mapping[str, str],
+    older_than_seconds: float,
 ) -> None:
-    """Raise WrongState if an older server ignored the filters by owner or labels."""
-    for job in jobs:
+    """Raise WrongState if an older server ignored the filters by owner, labels or age."""
+    if older_than_seconds and not response.time:
+        raise WrongState(
+            "the version of this server cannot choose jobs by their age",
+            hint="upgrade the server, or choose the jobs by their names",
+        )
+    for job in response.jobs:
         has_owner = bool(job.owner) if own_only else owner in ("", job.owner)
         if not has_owner or not labels.items() <= dict(job.labels).items():
             raise WrongState(

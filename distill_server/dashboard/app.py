@@ -145,7 +145,7 @@ class Pages:
             )
 
         def read_page() -> Mapping[str, Any]:
-            job_filter = JobFilter(search, state)
+            job_filter = JobFilter(search, [state] if state else [])
             jobs = self.store.page(limit=_PAGE_JOBS, before_id=before_id, job_filter=job_filter)
             places = self._read_places()
             return {

@@ -81,25 +81,33 @@ class NewJob:
 
 @dataclass(frozen=True)
 class JobFilter:
-    """Selects jobs in a state (None: any), of an owner ("": any), with all of the labels.
+    """Selects jobs in one of the states (none: any), of an owner ("": any), with all of the labels.
 
+    `before`: only jobs that ended or, if they have not ended, were submitted by this Unix time.
     Every word of `search` must be in the id, name, state, owner or labels; ASCII letters match in
     both cases.
     """
 
     search: str = ""
-    state: JobState | None = None
+    states: Sequence[JobState] = ()
     owner: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
+    before: float | None = None
 
-    def condition(self) -> tuple[str, dict[str, str]]:
+    def condition(self) -> tuple[str, dict[str, str | float]]:
         """Return an SQL condition on rows of `jobs`, and its parameters."""
-        parameters = {f"word{number}": word for number, word in enumerate(self.search.split())}
+        parameters: dict[str, str | float] = {
+            f"word{number}": word for number, word in enumerate(self.search.split())
+        }
         text = "lower(id || ' ' || name || ' ' || state || ' ' || owner || ' ' || labels)"
         terms = ["1", *(f"instr({text}, lower(:{name}))" for name in parameters)]
-        if self.state is not None:
-            terms.append("state = :state")
-            parameters["state"] = self.state
+        if self.states:
+            state_names = {f"state{number}": state for number, state in enumerate(self.states)}
+            terms.append(f"state IN ({', '.join(f':{name}' for name in state_names)})")
+            parameters |= state_names
+        if self.before is not None:
+            terms.append("coalesce(nullif(ended_at, 0), created_at) <= :latest")
+            parameters["latest"] = self.before
         if self.owner:
             terms.append("owner = :owner")
             parameters["owner"] = self.owner

@@ -81,13 +81,20 @@ def decode_state(state: pb.JobState.ValueType) -> JobState | None:
     return JobState(pb.JobState.Name(state)) if state else None
 
 
-def decode_filter(request: pb.ListJobsRequest, caller: Caller) -> JobFilter:
-    """Return the filter of a list. Raises InvalidInput for `mine` if the caller has no owner."""
+def decode_filter(request: pb.ListJobsRequest, caller: Caller, now: float) -> JobFilter:
+    """Return the filter of a list. Raises InvalidInput for `mine` if the caller has no owner.
+
+    `now`: the time of the server's clock.
+    """
     if request.mine and not caller.owner:
         raise InvalidInput(
             "the token has no owner, so it has no jobs",
             field="mine",
             hint="add owner=NAME to the line of the token in the server's --token-file",
         )
+    if not request.older_than_seconds >= 0:
+        raise InvalidInput("must be at least 0", field="older_than_seconds")
     owner = caller.owner if request.mine else request.owner
-    return JobFilter("", decode_state(request.state), owner, dict(request.labels))
+    states = [decode_state(state) for state in (request.state, *request.states)]
+    before = now - request.older_than_seconds if request.older_than_seconds else None
+    return JobFilter("", [*filter(None, states)], owner, dict(request.labels), before)

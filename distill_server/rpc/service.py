@@ -122,9 +122,10 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         """Return one page of jobs, newest first, without their configurations."""
         before_id = self._store.resolve(request.before_id).id if request.before_id else ""
         limit = min(request.limit or _PAGE_JOBS, MAX_PAGE_JOBS)
-        job_filter = decode_filter(request, self.caller(context))
+        now = self._store.now()
+        job_filter = decode_filter(request, self.caller(context), now)
         jobs = self._store.page(limit=limit, before_id=before_id, job_filter=job_filter)
-        return pb.ListJobsResponse(jobs=[encode_job(job) for job in jobs])
+        return pb.ListJobsResponse(jobs=[encode_job(job) for job in jobs], time=now)
 
     async def WatchJob(
         self, request: pb.WatchJobRequest, context: _Context

@@ -20,12 +20,14 @@ from teacher_service.serving.validation import MAX_REQUEST_ID_CHARS, RequestLimi
 _FIELDS: tuple[Literal["head_ids"], Literal["draw_ids"], Literal["images"]]
 _FIELDS = ("head_ids", "draw_ids", "images")
 
-Request = tuple[teacher_pb2.ScoreRequest, InvalidInput | None]
+Request = tuple[teacher_pb2.ScoreRequest, DistillError | None]
 
 # If a stream reaches this limit, or the process reaches the limit of AnswerBudget, further requests
 # stay in the network until a client takes an answer.
 MAX_IN_FLIGHT = 256
 _MAX_WAITING_CHUNKS = 16
+# In which the next message of a request in several messages must arrive, of at most 4 MiB.
+PART_SECONDS = 120.0
 # Memory of an answer, encoded and decoded: per head id 2.25 + 4 bytes for the id and 4 + 4 for the
 # log-prob; per row up to three floats twice; per tail sample the id.
 _HEAD_ID_BYTES, _ROW_BYTES, _SAMPLE_BYTES = 14, 24, 7
@@ -45,6 +47,12 @@ class RequestParts:
         self._first: teacher_pb2.ScoreRequest | None = None
         self._ids: dict[str, list[bytes]] = {name: [] for name in _FIELDS}
         self._bytes = 0
+        self._is_refused = False
+
+    @property
+    def is_unfinished(self) -> bool:
+        """True if a message has arrived whose request needs further messages."""
+        return self._first is not None
 
     def add(self, message: teacher_pb2.ScoreRequest) -> list[Request]:
         """Return the requests that `message` completes, each with its error or None."""
@@ -57,6 +65,8 @@ class RequestParts:
             self._first = message
         for name in _FIELDS:
             self._store_part(name, getattr(message, name))
+        if message is self._first:
+            self._hold_first(message)
         if not message.more:
             requests.append(self._join_parts())
         return requests
@@ -70,23 +80,43 @@ class RequestParts:
 
     def _store_part(self, name: str, ids: bytes) -> None:
         self._bytes += len(ids)
-        if ids and self._bytes <= MAX_REQUEST_BYTES:
-            self._ids[name].append(ids)
-            self._share.take(len(ids))
+        if ids and self._bytes <= MAX_REQUEST_BYTES and not self._is_refused:
+            if self._share.take_unfinished(len(ids)):
+                self._ids[name].append(ids)
+            else:
+                self._is_refused = True
+
+    def _hold_first(self, message: teacher_pb2.ScoreRequest) -> None:
+        """Count the fields of the first message that are not collected, such as token ids."""
+        for name in _FIELDS:
+            message.ClearField(name)
+        size = message.ByteSize()
+        if self._is_refused or not self._share.take_unfinished(size):
+            self._is_refused = True
+            request_id = message.request_id
+            message.Clear()
+            message.request_id, message.more = request_id, True
 
     def _join_parts(self) -> Request:
         assert self._first is not None
         request, size, parts_by_name = self._first, self._bytes, self._ids
+        is_refused = self._is_refused
         request.more = False
-        for name, ids in parts_by_name.items():
-            self._share.give_back(sum(map(len, ids)))
-            if ids:
-                setattr(request, name, b"".join(ids))
+        self._share.give_back_unfinished()
         self._first, self._ids, self._bytes = None, {name: [] for name in _FIELDS}, 0
-        if size <= MAX_REQUEST_BYTES:
+        self._is_refused = False
+        if size <= MAX_REQUEST_BYTES and not is_refused:
+            for name, ids in parts_by_name.items():
+                if ids:
+                    setattr(request, name, b"".join(ids))
             return request, None
         for name in _FIELDS:
             request.ClearField(name)
+        if is_refused:
+            return request, Overloaded(
+                "the teacher holds too many requests that have not arrived completely",
+                hint="try again",
+            )
         return request, _size_error(f"{size} bytes, but a request holds {MAX_REQUEST_BYTES}")
 
 
@@ -172,13 +202,29 @@ class ScoreStream:
     async def _read(self) -> None:
         # Wait for room before reading a request, so that every request read is answered.
         parts = RequestParts(self._share)
-        async for message in self._requests:
+        messages = aiter(self._requests)
+        while (message := await self._next_message(messages, parts)) is not None:
             failpoint("request-read")
             for request, error in parts.add(message):
                 self._start(request, error)
             await self._wait_for_room()
         for request, error in parts.take_unfinished():
             self._start(request, error)
+
+    async def _next_message(
+        self, messages: AsyncIterator[teacher_pb2.ScoreRequest], parts: RequestParts
+    ) -> teacher_pb2.ScoreRequest | None:
+        """Return the next message, None at the end. Raises InvalidInput if a part is missing."""
+        try:
+            async with asyncio.timeout(PART_SECONDS if parts.is_unfinished else None):
+                return await anext(messages, None)
+        except TimeoutError as error:
+            self._share.give_back_unfinished()
+            raise InvalidInput(
+                f"the rest of a request did not arrive within {PART_SECONDS:g} s",
+                field="more",
+                hint="send all messages of a request one after the other",
+            ) from error
 
     def _start(self, request: teacher_pb2.ScoreRequest, error: DistillError | None) -> None:
         size = 0 if error else _estimate_answer_bytes(request, self._limits)

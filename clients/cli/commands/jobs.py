@@ -26,7 +26,13 @@ from clients.cli.output import Output
 from clients.cli.settings import JobArgument, JobsArgument, SetOption, settings_of
 from clients.jobs.job import TERMINAL, Job, JobState
 from clients.jobs.view import duration, kl_of
-from protos.errors import DistillError, InvalidInput, Unavailable
+from protos.errors import (
+    DistillError,
+    Forbidden,
+    InvalidInput,
+    Unauthenticated,
+    Unavailable,
+)
 from protos.program.logs import plain
 
 if TYPE_CHECKING:
@@ -139,7 +145,9 @@ def cancel(
     settings = settings_of(context)
     choice = Choice(jobs, every, state, older_than, own_only, labels)
     with settings.client() as client:
-        job_ids = choice.ids(client, CANCELLABLE)
+        # A job that stops after a last checkpoint can be told to stop at once.
+        states = CANCELLABLE | {JobState.CANCELLING} if now else CANCELLABLE
+        job_ids = choice.ids(client, states)
         _apply_to_jobs(
             settings.output,
             job_ids,
@@ -254,7 +262,8 @@ def _apply_to_jobs(
     """Call `act` for each job and print the results.
 
     `stop_on_error`: true if the user named the jobs. The first error then skips the remaining jobs.
-    Otherwise only an unreachable server stops the loop. Raises the first error at the end.
+    Otherwise only an error that every job would get stops the loop: an unreachable server, or a
+    token without the role. Raises the first error at the end.
     """
     changed_jobs: list[Job] = []
     faults: list[DistillError] = []
@@ -263,7 +272,7 @@ def _apply_to_jobs(
             changed_jobs.append(act(job))
         except DistillError as error:
             faults.append(error)
-            if stop_on_error or isinstance(error, Unavailable):
+            if stop_on_error or isinstance(error, Unavailable | Forbidden | Unauthenticated):
                 break
     if changed_jobs or (output.as_json and not faults):
         print_jobs(output, changed_jobs, [line_of(job) for job in changed_jobs])
@@ -271,6 +280,10 @@ def _apply_to_jobs(
         output.say("no jobs")
     for fault in faults[1:]:
         output.say(f"error: {fault}")
+    if faults and len(jobs) > 1:
+        skipped = len(jobs) - len(changed_jobs) - len(faults)
+        skipped_part = f", {skipped} not tried" if skipped else ""
+        output.say(f"{len(changed_jobs)} of {len(jobs)} jobs changed{skipped_part}")
     if faults:
         raise faults[0]
 
@@ -323,7 +336,8 @@ def _job_row(job: Job, now: float) -> Mapping[str, Any]:
         **facts_of(job),
         "steps": f"{job.step}/{job.max_steps}",
         "kl": "-" if kl is None else f"{kl:.4g}{label.removeprefix('kl')}",
-        "age": duration(now - job.created_at) if job.created_at else "-",
+        # The clocks of the two machines may differ.
+        "age": duration(max(0.0, now - job.created_at)) if job.created_at else "-",
     }
 
 

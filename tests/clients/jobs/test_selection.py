@@ -44,3 +44,11 @@ def test_no_job_of_others_is_chosen(client: DistillClient, selection: dict[str, 
         jobs_in(client, {JobState.RUNNING}, **selection)
     with pytest.raises(WrongState, match="has no owners and labels"):
         client.list(owner="ann")
+
+
+def test_states_and_ages_that_an_older_server_does_not_know(client: DistillClient) -> None:
+    """It lists jobs in any state and of any age."""
+    assert not jobs_in(client, {JobState.FAILED, JobState.CANCELLED})
+    assert jobs_in(client, {JobState.FAILED, JobState.RUNNING})
+    with pytest.raises(WrongState, match="cannot choose jobs by their age"):
+        jobs_in(client, {JobState.RUNNING}, older_than_seconds=60)

@@ -130,7 +130,7 @@ def test_pages_cover_everything_once(store: JobStore) -> None:
     while page := store.page(limit=3, before_id=listed_ids[-1] if listed_ids else ""):
         listed_ids += [job.id for job in page]
     assert listed_ids == ids[::-1]
-    cancelled_only = JobFilter(state=JobState.CANCELLED)
+    cancelled_only = JobFilter(states=[JobState.CANCELLED])
     assert [job.id for job in store.page(limit=9, job_filter=cancelled_only)] == ["job-3"]
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,6 +68,60 @@ def test_the_commands(server: Server, client: DistillClient, capsys: Capture) ->
     assert long_job.wait(60).state is JobState.CANCELLED
     assert distill("resume", "--all", "--older-than", "1d") == 0
     assert capsys.readouterr().err == "no jobs\n"
+
+
+@pytest.mark.parametrize("offset", [-3600.0, 3600.0])
+def test_the_clock_of_the_client_does_not_count(
+    offset: float,
+    server: Server,
+    client: DistillClient,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = client.submit(job_config(max_steps=2))
+    assert job.wait(60).state is JobState.SUCCEEDED
+    clock = SimpleNamespace(time=lambda: time.time() + offset)
+    for module in ("chosen_jobs", "commands.jobs"):  # gRPC keeps its deadlines
+        monkeypatch.setattr(f"clients.cli.{module}.time", clock, raising=False)
+    assert main(["--server", server.address, "ls"]) == 0
+    assert f" -{abs(offset):.0f}" not in capsys.readouterr().out
+    assert main(["--server", server.address, "rm", "--all", "--yes", "--older-than", "1m"]) == 0
+    assert capsys.readouterr().err == "no jobs\n"
+    assert main(["--server", server.address, "rm", "--all", "--yes"]) == 0
+    assert capsys.readouterr().out == f"{job.id} removed\n"
+
+
+def test_all_jobs_are_cancelled_at_once(
+    server: Server, client: DistillClient, capsys: Capture
+) -> None:
+    """Queued ones first, and those that stop after a last checkpoint."""
+    running = client.submit(job_config("hang_at=3 hangs=1", max_steps=10_000))
+    eventually(lambda: running.refresh().step >= 2)
+    waiting = [client.submit(job_config(f"waiting-{n}")) for n in range(2)]
+    assert main(["--server", server.address, "cancel", "--all"]) == 0
+    ids = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert ids == [*(job.id for job in waiting), running.id]
+    assert running.refresh().state is JobState.CANCELLING
+    assert main(["--server", server.address, "cancel", "--all"]) == 0
+    assert capsys.readouterr().err == "no jobs\n"
+    assert main(["--server", server.address, "cancel", "--all", "--now"]) == 0
+    assert capsys.readouterr().out.split()[0] == running.id
+
+
+def test_a_token_without_the_role_is_refused_once(
+    make_server: Callable[..., Server], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server(slots=3, tokens=f"read {'r' * 43}\nsubmit {'s' * 43}\n")
+    monkeypatch.setenv("DISTILL_TOKEN", "s" * 43)
+    with DistillClient(server.address) as client:
+        for job in [client.submit(job_config(max_steps=2)) for _ in range(3)]:
+            assert job.wait(60).state is JobState.SUCCEEDED
+    monkeypatch.setenv("DISTILL_TOKEN", "r" * 43)
+    arguments = ["--server", server.address, "rm", "--all", "--yes"]
+    assert main(arguments) == ExitCode.REFUSED
+    error = capsys.readouterr().err
+    assert error.count("error:") == 1
+    assert "0 of 3 jobs changed, 2 not tried" in error
 
 
 @pytest.mark.parametrize(

@@ -185,3 +185,85 @@ def test_parts_are_joined_and_unfinished_ones_refused(monkeypatch: pytest.Monkey
     assert ids_by_request == {"whole": b"1234567890abcdef", "next": b"1234"}
     assert sorted(errors) == ["at the end", "cut off", "too large"]
     assert "24 bytes, but a request holds 20" in errors["too large"]
+
+
+async def answer_nothing(
+    request: teacher_pb2.ScoreRequest,
+) -> AsyncIterator[teacher_pb2.ScoreChunk]:
+    yield teacher_pb2.ScoreChunk(request_id=request.request_id, last=True)
+
+
+def test_unfinished_requests_of_all_streams_have_one_limit() -> None:
+    """Each stream could hold MAX_REQUEST_BYTES, without a limit for all of them."""
+    size, streams = 100_000, 10
+
+    async def main() -> dict[str, str]:
+        budget = AnswerBudget(1 << 30, max_unfinished_bytes=3 * size)
+        may_end = asyncio.Event()
+
+        async def requests(stream: int) -> AsyncIterator[teacher_pb2.ScoreRequest]:
+            first, last = parts_of(str(stream), bytes(size - 100), b"1234")
+            yield first
+            await may_end.wait()
+            yield last
+
+        calls = [
+            ScoreStream(requests(number), answer_nothing, LIMITS, budget)
+            for number in range(streams)
+        ]
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert 2 * size < budget._unfinished <= 3 * size
+        assert budget._used == budget._unfinished
+        may_end.set()
+        chunks = [chunk for call in calls async for chunk in call.chunks()]
+        assert (budget._unfinished, budget._used) == (0, 0)
+        return {chunk.request_id: chunk.error.code for chunk in chunks}
+
+    codes = asyncio.run(main())
+    assert len(codes) == streams
+    assert sorted(codes.values()) == [""] * 3 + ["RESOURCE_EXHAUSTED"] * 7
+
+
+def test_the_first_message_of_an_unfinished_request_counts() -> None:
+    """Its tokens may have 4 MiB, without any head id."""
+
+    async def main() -> int:
+        budget = AnswerBudget(1 << 30)
+
+        async def requests() -> AsyncIterator[teacher_pb2.ScoreRequest]:
+            yield teacher_pb2.ScoreRequest(request_id="1", token_ids=bytes(50_000), more=True)
+            await asyncio.Event().wait()
+
+        stream = ScoreStream(requests(), answer_nothing, LIMITS, budget)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        unfinished = budget._unfinished
+        stream.cancel()
+        assert (budget._unfinished, budget._used) == (0, 0)
+        return unfinished
+
+    assert asyncio.run(main()) >= 50_000
+
+
+def test_a_request_whose_rest_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(score_stream, "PART_SECONDS", 0.05)
+
+    async def requests() -> AsyncIterator[teacher_pb2.ScoreRequest]:
+        await asyncio.sleep(0.2)  # between requests a client may be silent
+        yield teacher_pb2.ScoreRequest(request_id="1", token_ids=bytes(8))
+        yield teacher_pb2.ScoreRequest(request_id="2", head_ids=b"1234", more=True)
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        stream, answered = ScoreStream(requests(), answer_nothing, LIMITS), []
+        error = None
+        try:
+            async for chunk in stream.chunks():
+                answered.append(chunk.request_id)
+        except InvalidInput as caught:
+            error = caught
+        assert answered == ["1"]
+        assert "did not arrive within" in str(error)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
