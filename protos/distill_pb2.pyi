@@ -893,21 +893,28 @@ class GetArtifactRequest(_message.Message):
     JOB_ID_FIELD_NUMBER: _builtins.int
     CHECKPOINT_STEP_FIELD_NUMBER: _builtins.int
     NOTES_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     checkpoint_step: _builtins.int
     """0: the export; the job must have succeeded"""
     notes: _builtins.bool
     """send environment.json and samples/ instead; the job may be in any state"""
+    path: _builtins.str
+    """After a break: the last file of which bytes have arrived, and their number. Older servers ignore both."""
+    offset: _builtins.int
     def __init__(
         self,
         *,
         job_id: _builtins.str = ...,
         checkpoint_step: _builtins.int = ...,
         notes: _builtins.bool = ...,
+        path: _builtins.str = ...,
+        offset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "job_id", b"job_id", "notes", b"notes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "job_id", b"job_id", "notes", b"notes", "offset", b"offset", "path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

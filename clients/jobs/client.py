@@ -19,20 +19,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-import grpc
-
 from clients.config.kinds import AnyJob
 from clients.jobs.artifacts import Checkpoint, checkpoint_step
 from clients.jobs.connection import ServerConnection
 from clients.jobs.download import Download
 from clients.jobs.job import TERMINAL, UNKNOWN, Job, JobEvent, JobState, StartedTeacher
-from clients.jobs.messages import event_of, require_filtered, teacher_of, values_of
+from clients.jobs.messages import (
+    config_json,
+    event_of,
+    require_filtered,
+    send_known_keys,
+    teacher_of,
+    values_of,
+)
 from clients.jobs.record import points_of
 from clients.jobs.upload import Report, Uploader
 from protos import distill_pb2 as pb
 from protos.distill_pb2_grpc import DistillStub
 from protos.errors import TimedOut
-from protos.rpc.statuses import fault_of
 from protos.rpc.transport import MAX_PAGE_JOBS
 
 _Job = TypeVar("_Job", bound=AnyJob)
@@ -133,8 +137,13 @@ class DistillClient:
 
         Raises the errors of the server's checks of the job, such as InvalidInput or WrongState.
         """
-        request = _submit_request(config, config_text, idempotency_key or secrets.token_hex(16))
-        return _handle_of(self, self._connection.call(self._stub.SubmitJob, request))
+        key = idempotency_key or secrets.token_hex(16)
+        job = send_known_keys(
+            lambda omitted: self._connection.call(
+                self._stub.SubmitJob, _submit_request(config, config_text, key, omitted)
+            )
+        )
+        return _handle_of(self, job)
 
     def submit_all(
         self, configs: Sequence[AnyJob], *, config_text: str = "", idempotency_key: str = ""
@@ -148,10 +157,16 @@ class DistillClient:
         key = idempotency_key or secrets.token_hex(16)
         # In the first request only: a hundred copies of the text can exceed the size of a message.
         texts = [config_text] + [""] * len(configs)
-        jobs = [_submit_request(config, texts[n], f"{key}/{n}") for n, config in enumerate(configs)]
-        request = pb.SubmitJobsRequest(jobs=jobs)
-        queued = self._connection.call(self._stub.SubmitJobs, request).jobs
-        return [_handle_of(self, job) for job in queued]
+
+        def send(omitted: Collection[str]) -> pb.SubmitJobsResponse:
+            jobs = [
+                _submit_request(config, texts[n], f"{key}/{n}", omitted)
+                for n, config in enumerate(configs)
+            ]
+            request = pb.SubmitJobsRequest(jobs=jobs)
+            return self._connection.call(self._stub.SubmitJobs, request)
+
+        return [_handle_of(self, job) for job in send_known_keys(send).jobs]
 
     def upload(self, configs: Sequence[_Job], report: Report = lambda progress: None) -> list[_Job]:
         """Upload the files that jobs name. Return the jobs with the paths of the files on the
@@ -165,13 +180,17 @@ class DistillClient:
 
     def check(self, *configs: AnyJob) -> None:
         """Raise the error that `submit` or `submit_all` would raise. Queues nothing."""
-        if len(configs) == 1:
-            check_request = pb.CheckJobRequest(config_json=configs[0].model_dump_json())
-            self._connection.call(self._stub.CheckJob, check_request, retry=False)
-            return
-        jobs = [_submit_request(config, "", "") for config in configs]
-        request = pb.SubmitJobsRequest(jobs=jobs, check_only=True)
-        self._connection.call(self._stub.SubmitJobs, request, retry=False)
+
+        def send(omitted: Collection[str]) -> None:
+            if len(configs) == 1:
+                check_request = pb.CheckJobRequest(config_json=config_json(configs[0], omitted))
+                self._connection.call(self._stub.CheckJob, check_request, retry=False)
+                return
+            jobs = [_submit_request(config, "", "", omitted) for config in configs]
+            request = pb.SubmitJobsRequest(jobs=jobs, check_only=True)
+            self._connection.call(self._stub.SubmitJobs, request, retry=False)
+
+        send_known_keys(send)
 
     def get(self, job_id: str) -> JobHandle:
         """Return a job, including `config_json` and `checkpoints`."""
@@ -343,7 +362,8 @@ class DistillClient:
         capture is its store; the export of an evaluation is its results.
         `clients.jobs.artifacts.pull_run` copies from a run directory.
 
-        `destination` is created only when the download is complete. Raises WrongState if the job
+        `destination` is created only when the download is complete. After a loss of the connection,
+        the download goes on, as `watch` does. Raises WrongState if the job
         has no export (with the reason if it failed), InvalidInput if `destination` is not empty,
         and Corrupt if bytes are missing or do not match their checksum.
         """
@@ -363,14 +383,19 @@ class DistillClient:
 
     def _download(self, request: pb.GetArtifactRequest, destination: Path) -> Path:
         with Download(destination) as download:
-            call = self._stub.GetArtifact(request)
-            try:
-                for chunk in call:
-                    download.add(chunk)
-            except grpc.RpcError as error:
-                raise fault_of(error, self._connection.name) from error
-            finally:
-                call.cancel()
+            begins = False
+
+            def open_stream() -> Iterator[pb.ArtifactChunk]:
+                nonlocal begins
+                begins = True
+                request.path, request.offset = download.position
+                return self._stub.GetArtifact(request)
+
+            for chunk in self._connection.lasting(open_stream):
+                if begins and (chunk.path, chunk.offset) != (request.path, request.offset):
+                    download.restart()  # an older server starts with the first file
+                begins = False
+                download.add(chunk)
             return download.finish()
 
     def _iterate_events(
@@ -387,10 +412,11 @@ class DistillClient:
             yield event_of(event)
 
 
-def _submit_request(config: AnyJob, text: str, key: str) -> pb.SubmitJobRequest:
-    return pb.SubmitJobRequest(
-        config_json=config.model_dump_json(), config_text=text, idempotency_key=key
-    )
+def _submit_request(
+    config: AnyJob, text: str, key: str, omitted_keys: Collection[str]
+) -> pb.SubmitJobRequest:
+    document = config_json(config, omitted_keys)
+    return pb.SubmitJobRequest(config_json=document, config_text=text, idempotency_key=key)
 
 
 def _handle_of(client: DistillClient, job: pb.Job) -> JobHandle:

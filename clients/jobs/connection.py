@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from math import inf
 from typing import Any, TypeVar
 
 import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from protos.errors import TimedOut, Unavailable
 from protos.rpc.channel import SERVER_TOKEN, open_channel
@@ -113,8 +116,10 @@ class ServerConnection:
 
         The wait is short because a server that crashes repeatedly may be reachable only briefly.
         """
-        connection = grpc.channel_ready_future(self.channel)
-        try:
-            connection.result(min(_LONGEST_PAUSE_SECONDS, max(0.0, deadline - time.monotonic())))
-        except grpc.FutureTimeoutError:
-            connection.cancel()
+        seconds = min(_LONGEST_PAUSE_SECONDS, max(0.001, deadline - time.monotonic()))
+        # Any answer means that the connection is up. A channel_ready_future would leave a thread
+        # that raises an error if the channel is closed meanwhile.
+        with suppress(grpc.RpcError):
+            HealthStub(self.channel).Check(
+                HealthCheckRequest(), timeout=seconds, wait_for_ready=True
+            )

@@ -39,6 +39,7 @@ class Download:
         self._partial = self._destination.with_name(name)
         self._file: BinaryIO | None = None
         self._path = ""
+        self._size = 0  # of the file `_path`, as far as it has arrived
         self._digest = hashlib.sha256()
         self._files = 0
 
@@ -56,12 +57,28 @@ class Download:
             self._file.close()
         shutil.rmtree(self._partial, ignore_errors=True)
 
+    @property
+    def position(self) -> tuple[str, int]:
+        """The last file of which bytes have arrived, and their number; ("", 0) before that."""
+        return self._path, self._size
+
+    def restart(self) -> None:
+        """Delete all that has arrived."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        shutil.rmtree(self._partial)
+        self._partial.mkdir()
+        self._path, self._size, self._files = "", 0, 0
+
     def add(self, chunk: pb.ArtifactChunk) -> None:
         """Write the next chunk of a file.
 
         Raises Corrupt if chunks are missing or out of order, if the file does not match its
         checksum, or if its path leaves the directory.
         """
+        if self._file is None and self._files and (chunk.path, chunk.offset) == self.position:
+            return  # the end of a file that was complete when the connection broke
         if self._file is None:
             self._open(chunk.path)
         assert self._file is not None
@@ -69,6 +86,7 @@ class Download:
             raise Corrupt(f"{self._path}: a part is missing", hint="try again")
         self._file.write(chunk.data)
         self._digest.update(chunk.data)
+        self._size += len(chunk.data)
         if chunk.last:
             self._close(chunk.sha256)
 
@@ -100,7 +118,7 @@ class Download:
         target.parent.mkdir(parents=True, exist_ok=True)
         # Mode "x": a path that comes twice is an error.
         self._file = target.open("xb")
-        self._path = path
+        self._path, self._size = path, 0
         self._digest = hashlib.sha256()
 
     def _close(self, sha256: str) -> None:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import json
+import logging
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
+from clients.config.kinds import AnyJob
 from clients.jobs.job import UNKNOWN, JobEvent, JobState, StartedTeacher
 from protos import distill_pb2 as pb
-from protos.errors import WrongState
+from protos.errors import InvalidInput, WrongState
+
+log = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
+# In the errors of servers, whose jobs are pydantic models.
+_UNKNOWN_KEY = re.compile(r"([\w.]+): Extra inputs are not permitted")
 
 
 def values_of(job: pb.Job) -> dict[str, Any]:
@@ -72,6 +82,49 @@ def teacher_of(teacher: pb.StartedTeacher) -> StartedTeacher:
         queued_tokens=teacher.queued_tokens,
         active_streams=teacher.active_streams,
     )
+
+
+def send_known_keys(send: Callable[[Collection[str]], _Answer]) -> _Answer:
+    """Return the result of `send`, a call with jobs, also from a server of an older version.
+
+    The argument of `send` are the keys that the server refuses because its version does not have
+    them. `send` leaves out those that have their defaults, see `config_json`.
+    """
+    omitted_keys: set[str] = set()
+    while True:
+        try:
+            answer = send(omitted_keys)
+        except InvalidInput as fault:
+            # The server cuts a long message, so the next one may name further keys.
+            new_keys = set(_UNKNOWN_KEY.findall(str(fault))) - omitted_keys
+            if not new_keys:
+                raise
+            omitted_keys |= new_keys
+        else:
+            if omitted_keys:
+                keys = ", ".join(sorted(omitted_keys))
+                log.warning("the server is of an older version, without the keys %s", keys)
+            return answer
+
+
+def config_json(config: AnyJob, omitted_keys: Collection[str] = ()) -> str:
+    """Return a job as JSON, without those of `omitted_keys` (`data.path`) that are defaults."""
+    if not omitted_keys:
+        return config.model_dump_json()
+    document = json.loads(config.model_dump_json())
+    changed_values = config.model_dump(exclude_defaults=True)
+    for key in omitted_keys:
+        path = key.split(".")
+        if _table_at(changed_values, path) is None and (table := _table_at(document, path)):
+            del table[path[-1]]
+    return json.dumps(document)
+
+
+def _table_at(document: Any, path: Sequence[str]) -> dict[str, Any] | None:
+    """Return the table with the last key of the path; None if the document lacks the key."""
+    for name in path[:-1]:
+        document = document.get(name) if isinstance(document, dict) else None
+    return document if isinstance(document, dict) and path[-1] in document else None
 
 
 def require_filtered(

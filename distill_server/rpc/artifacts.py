@@ -34,12 +34,17 @@ class Piece:
 
 
 async def read_pieces(
-    root: Path, entry_names: Collection[str] = (), files: RunFiles | None = None
+    root: Path,
+    entry_names: Collection[str] = (),
+    files: RunFiles | None = None,
+    *,
+    begin: tuple[str, int] = ("", 0),
 ) -> AsyncIterator[Piece]:
     """Yield the pieces of all files under `root`, sorted by name within each directory.
 
     `entry_names`, if not empty, selects entries directly under `root`. All reads are made with
-    `files`. Raises WrongState if there is a symbolic link, NotFound if a file vanishes, Corrupt if
+    `files`. `begin`: start with this file at this byte; its last piece is sent in any case. Raises
+    WrongState if there is a symbolic link, NotFound if a file vanishes, Corrupt if
     a file changes while it is read, Unavailable if the directory does not answer.
     """
     files = files or RunFiles()
@@ -51,11 +56,17 @@ async def read_pieces(
         raise NotFound(
             "a directory was removed during the download", hint="start the download again"
         ) from error
-    for path in paths:
-        relative_path = path.relative_to(root).as_posix()
-        with await files.call(partial(_open_file, path, root, relative_path)) as file:
-            async for piece in _read_pieces(file, relative_path, files):
+    begin_path, offset = begin
+    names = [path.relative_to(root).as_posix() for path in paths]
+    if begin_path and begin_path not in names:
+        raise NotFound(
+            f"{begin_path[:200]} was removed during the download", hint="start the download again"
+        )
+    for name in names[names.index(begin_path) if begin_path else 0 :]:
+        with await files.call(partial(_open_file, root / name, root, name)) as file:
+            async for piece in _read_pieces(file, name, files, offset):
                 yield piece
+        offset = 0
 
 
 def _open_file(path: Path, root: Path, relative_path: str) -> BinaryIO:
@@ -102,7 +113,9 @@ def _iter_files(root: Path, entry_names: Collection[str] = ()) -> Iterator[Path]
             yield Path(entry.path)
 
 
-async def _read_pieces(file: BinaryIO, relative_path: str, files: RunFiles) -> AsyncIterator[Piece]:
+async def _read_pieces(
+    file: BinaryIO, relative_path: str, files: RunFiles, begin: int = 0
+) -> AsyncIterator[Piece]:
     size = (await files.call(partial(os.fstat, file.fileno()))).st_size
     digest = hashlib.sha256()
     offset = 0
@@ -111,11 +124,15 @@ async def _read_pieces(file: BinaryIO, relative_path: str, files: RunFiles) -> A
         chunk = await files.call(partial(_read_chunk, file, digest))
         end = offset + len(chunk)
         is_last = end >= size
-        if end > size or (not chunk and end < size):
+        if end > size or (not chunk and end < size) or begin > size:
             raise Corrupt(
                 f"{relative_path} changed while it was read", hint="start the download again"
             )
-        yield Piece(relative_path, offset, chunk, is_last, digest.hexdigest() if is_last else "")
+        # The bytes before `begin` are read for the checksum.
+        skipped = min(max(0, begin - offset), len(chunk))
+        if skipped < len(chunk) or is_last:
+            sha256 = digest.hexdigest() if is_last else ""
+            yield Piece(relative_path, offset + skipped, chunk[skipped:], is_last, sha256)
         if is_last:
             return
         offset = end

@@ -209,13 +209,18 @@ class DistillService(distill_pb2_grpc.DistillServicer):
     async def GetArtifact(
         self, request: pb.GetArtifactRequest, context: _Context
     ) -> AsyncIterator[pb.ArtifactChunk]:
-        """Stream the files of an export, a checkpoint or a store, or the job's notes."""
+        """Stream the files of an export, a checkpoint or a store, or the job's notes.
+
+        After a break, the stream goes on with the file `path` at the byte `offset`.
+        """
+        await context.send_initial_metadata((STREAM_OPEN,))
         job = self._store.resolve(request.job_id)
         run = RunDirectory(self._runs / job.id)
         step = request.checkpoint_step or None
         find = notes_root if request.notes else partial(artifact_root, step=step)
         root = await self._files.call(partial(find, job, run))
-        async for piece in read_pieces(root, NOTES if request.notes else (), self._files):
+        names, begin = NOTES if request.notes else (), (request.path, request.offset)
+        async for piece in read_pieces(root, names, self._files, begin=begin):
             yield pb.ArtifactChunk(
                 path=piece.path,
                 offset=piece.offset,

@@ -23,6 +23,7 @@ from distill_server.rpc.streams import _tail_offset
 from distill_server.runners.local.process import family
 from protos.errors import InvalidInput, NotFound, TimedOut, Unavailable, WrongState
 from tests.distill_server.conftest import Server, eventually, job_config
+from tests.faults.proxy import FaultProxy, Toxics
 
 
 def test_log_of_a_finished_job(server: Server, client: DistillClient) -> None:
@@ -121,6 +122,20 @@ def test_pull(server: Server, client: DistillClient, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     weights = client.pull(job.id, tmp_path / "empty", checkpoint=5) / "weights.bin"
     assert weights.read_bytes() == bytes([5]) * 1000
+
+
+def test_pull_over_a_connection_that_breaks(
+    server: Server, client: DistillClient, tmp_path: Path
+) -> None:
+    job = client.submit(job_config(max_steps=2))
+    assert job.wait(60).state is JobState.SUCCEEDED
+    model = server.runs / job.id / "export" / "nested" / "model.bin"
+    model.write_bytes(os.urandom(12 << 20))
+    with FaultProxy(server.address, Toxics(reset_after_bytes=5 << 20)) as proxy:
+        with DistillClient(proxy.address) as remote_client:
+            folder = remote_client.pull(job.id, tmp_path / "out")
+        assert proxy.resets >= 2
+    assert (folder / "nested" / "model.bin").read_bytes() == model.read_bytes()
 
 
 def test_a_handle_does_what_its_client_does(client: DistillClient, tmp_path: Path) -> None:
