@@ -23,6 +23,7 @@ from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import JobStore
 from distill_server.runners.machine import Machine
 from distill_server.teachers.started import STATES, TeacherProcess
+from protos.errors import ErrorCode
 
 _PREFIX = "distill_server_"
 
@@ -37,8 +38,10 @@ class ServerMetrics(Collector):
         teachers: Iterable[TeacherProcess],
         runs: Path,
         files: RunFiles,
+        refusals: Counter[str] | None = None,
     ) -> None:
-        """`teachers` are the teachers that the server runs."""
+        """`teachers` are the teachers that the server runs; `refusals` are counted by error code."""
+        self._refusals = Counter() if refusals is None else refusals
         self._store = store
         self._slots = machine.slots
         self._teachers = teachers
@@ -83,6 +86,14 @@ class ServerMetrics(Collector):
             "Teachers that the server runs, by state.",
             {state: teachers_by_state[state] for state in STATES},
         )
+        refused_calls = CounterMetricFamily(
+            _PREFIX + "refused_calls",
+            "Calls without a valid token or without the role, since the start.",
+            labels=["code"],
+        )
+        for code in (ErrorCode.PERMISSION_DENIED, ErrorCode.UNAUTHENTICATED):
+            refused_calls.add_metric([code.value], self._refusals[code.value])
+        yield refused_calls
         yield from self._disk.collect()
 
 

@@ -32,6 +32,7 @@ from distill_server.rpc.streams import Streams
 from distill_server.runners.interface import Runner
 from distill_server.scheduler import Policy, Scheduler
 from distill_server.uploads import Uploads, collect_garbage, named_uploads
+from protos.auth.access import OnRefusal
 from protos.distill_pb2_grpc import add_DistillServicer_to_server
 from protos.errors import InvalidInput
 from protos.rpc.metrics_page import MetricsPage, metrics_page
@@ -75,7 +76,7 @@ async def run_server(
     with open_database(database) as connection, own_runs(runs, database, connection):
         store = JobStore(connection, lambda job_id: _on_job_change(job_id, store, notifier, on_end))
         files, tokens = RunFiles(), endpoint.tokens
-        audit = Audit(database.with_name(AUDIT_FILE))
+        audit = Audit(database.with_name(AUDIT_FILE), tokens)
         quotas = Quotas(connection, store, tokens.quotas)
         scheduler = Scheduler(store, runs, runner, policy, quotas, preflight, files)
         control = JobControl(
@@ -103,7 +104,9 @@ async def run_server(
             audit=audit,
             tokens=tokens,
         )
-        server_metrics = ServerMetrics(store, policy.machine, scheduler.teachers, runs, files)
+        server_metrics = ServerMetrics(
+            store, policy.machine, scheduler.teachers, runs, files, audit.refusals
+        )
         page = _create_metrics_page(server_metrics)
         dashboard_context: contextlib.AbstractAsyncContextManager[Callable[[int], None]]
         dashboard_context = contextlib.nullcontext(lambda port: None)
@@ -126,7 +129,9 @@ async def run_server(
             keeper = Keeper(removals, keep_days, store.now, audit)
             tasks = (scheduler.run, keeper.run, collect_uploads)
             with metrics_page(page, metrics):
-                await _serve_and_work(service, tasks, endpoint, page, ready, notifier.close)
+                await _serve_and_work(
+                    service, tasks, endpoint, page, ready, notifier.close, audit.record_refusal
+                )
 
 
 def _call_both(
@@ -170,6 +175,7 @@ async def _serve_and_work(
     page: MetricsPage,
     on_ready: Callable[[int], None],
     on_stop: Callable[[], None],
+    on_refusal: OnRefusal,
 ) -> None:
     """Serve until SIGTERM or SIGINT; run `coroutine_functions` as long as the port is bound."""
     page.follow(asyncio.get_running_loop())
@@ -192,7 +198,14 @@ async def _serve_and_work(
         page.stop()
         on_stop()
 
-    await serve(register, endpoint, grace_seconds=_GRACE_SECONDS, on_ready=on_bound, on_stop=on_end)
+    await serve(
+        register,
+        endpoint,
+        grace_seconds=_GRACE_SECONDS,
+        on_ready=on_bound,
+        on_stop=on_end,
+        on_refusal=on_refusal,
+    )
     for task in tasks:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

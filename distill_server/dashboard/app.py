@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -276,7 +276,10 @@ class Pages:
     def _record_audit(self, action: str, request: Request) -> AbstractContextManager[Entry]:
         client = request.client
         peer = f"http:{client.host}:{client.port}" if client else "http"
-        return self.audit.entry(action, request.scope["caller"], peer, request.path_params["job"])
+        job_id = request.path_params["job"]
+        with suppress(DistillError):
+            job_id = self.store.resolve(job_id).id
+        return self.audit.entry(action, request.scope["caller"], peer, job_id)
 
     async def list_teachers(self, request: Request) -> Response:
         """GET /api/teachers: load and cache of the teachers of active jobs."""
@@ -322,7 +325,9 @@ def make_app(pages: Pages, *, tokens: Tokens, host: str, external: str = "") -> 
         Exception: on_error,
     }
     app = Starlette(routes=routes, exception_handlers=error_handlers)
-    return DashboardGate(app, tokens=tokens, host=host, external=external)
+    return DashboardGate(
+        app, tokens=tokens, host=host, external=external, on_refusal=pages.audit.record_refusal
+    )
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from distill_server.dashboard.responses import fault_answer
-from protos.auth.access import Role, Tokens
+from protos.auth.access import OnRefusal, Role, Tokens, ignore_refusal
 from protos.errors import DistillError, Forbidden, Unauthenticated
 from protos.rpc.http_server import require_our_name
 
@@ -20,6 +20,7 @@ STATIC = Path(__file__).with_name("static")
 # The files of the page need no token: they hold no data, and users enter the token in the page.
 _PUBLIC_PATHS = frozenset({"/", *(f"/{path.name}" for path in STATIC.iterdir())})
 _READ_METHODS = frozenset({"GET", "HEAD"})
+_MAX_PATH_CHARS = 100
 _HEADERS = {
     # Trusted types: even a defect in the page's scripts cannot turn a job's name into markup.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
@@ -39,8 +40,20 @@ class DashboardGate:
     can send requests to the dashboard.
     """
 
-    def __init__(self, app: ASGIApp, *, tokens: Tokens, host: str, external: str = "") -> None:
-        """`host` is the address that the server listens on; `external` is a proxy's host name."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        tokens: Tokens,
+        host: str,
+        external: str = "",
+        on_refusal: OnRefusal = ignore_refusal,
+    ) -> None:
+        """`host` is the address that the server listens on; `external` is a proxy's host name.
+
+        `on_refusal` is called with each refused request that changes something or has a token.
+        """
+        self._on_refusal = on_refusal
         self._app = app
         self._tokens = tokens
         self._host = host
@@ -62,6 +75,13 @@ class DashboardGate:
             scope["role"] = self._authorize(scope)
             scope["caller"] = self._tokens.caller_in(Headers(scope=scope).items())
         except DistillError as fault:
+            headers = Headers(scope=scope)
+            # The page asks without a token before its user enters one.
+            if scope["method"] not in _READ_METHODS or "authorization" in headers:
+                action = f"{scope['method']} {scope['path'][:_MAX_PATH_CHARS]}"
+                client = scope.get("client") or ("", 0)
+                peer = f"http:{client[0]}:{client[1]}"
+                self._on_refusal(action, headers.items(), peer, fault)
             await fault_answer(fault)(scope, receive, send_guarded)
             return
         await self._app(scope, receive, send_guarded)

@@ -18,7 +18,7 @@ from clients.teacher.info import TeacherLoad, load_of
 from distill_server.jobs.control import JobControl, Submission
 from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import JobStore
-from distill_server.people.audit import Audit, audited
+from distill_server.people.audit import Audit, audited, audited_stream
 from distill_server.retention.removals import Removals
 from distill_server.rpc.artifacts import notes_root, read_pieces
 from distill_server.rpc.encode import (
@@ -79,6 +79,12 @@ class DistillService(distill_pb2_grpc.DistillServicer):
     def caller(self, context: _Context) -> Caller:
         """Return the caller of the current call."""
         return self._tokens.caller_in(context.invocation_metadata())
+
+    def job_id_of(self, text: str) -> str:
+        """Return the id of the job that `text` names, or `text` if there is none."""
+        with suppress(DistillError):
+            return self._store.resolve(text).id
+        return text
 
     @audited
     async def SubmitJob(self, request: pb.SubmitJobRequest, context: _Context) -> pb.Job:
@@ -206,6 +212,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
             await self._files.start(receive)
         return pb.SendFilesResponse()
 
+    @audited_stream
     async def GetArtifact(
         self, request: pb.GetArtifactRequest, context: _Context
     ) -> AsyncIterator[pb.ArtifactChunk]:

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -22,7 +22,7 @@ import grpc.aio
 from protos.auth.owners import TERMS, Quota, Terms, quotas_of, read_terms
 from protos.auth.scoped_token import is_signed, parts_of, signing_key
 from protos.auth.tls import read_file
-from protos.errors import Forbidden, InvalidInput, Unauthenticated
+from protos.errors import DistillError, Forbidden, InvalidInput, Unauthenticated
 
 
 class Role(IntEnum):
@@ -179,6 +179,12 @@ def _bearer_token(metadata: Any) -> str | None:
     return token if len(token) <= MAX_TOKEN_CHARS else None
 
 
+def name_of_token(metadata: Any) -> str:
+    """Return the first digits of the SHA-256 of the token in a call's metadata, known or not."""
+    token = _bearer_token(metadata)
+    return "" if token is None else _hash_token(token).hex()[:_NAME_DIGITS]
+
+
 def read_tokens(file: Path | None) -> Tokens:
     """Read tokens from `file`, or from $DISTILL_TOKENS if `file` is None.
 
@@ -251,6 +257,14 @@ def _hash_token(token: str) -> bytes:
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
 
 
+# Gets the name of the method, the metadata, the peer and the error of a refused call.
+OnRefusal: TypeAlias = Callable[[str, Any, str, DistillError], None]
+
+
+def ignore_refusal(action: str, metadata: Any, peer: str, error: DistillError) -> None:
+    """Do nothing, for services without an audit log."""
+
+
 class AccessControl(grpc.aio.ServerInterceptor):
     """A server interceptor that refuses a call before any of its messages is read.
 
@@ -258,8 +272,10 @@ class AccessControl(grpc.aio.ServerInterceptor):
     gRPC statuses. If the server has no tokens, every caller has the role ADMIN.
     """
 
-    def __init__(self, tokens: Tokens) -> None:
+    def __init__(self, tokens: Tokens, on_refusal: OnRefusal = ignore_refusal) -> None:
+        """`on_refusal` is called with the method, metadata, peer and error of a refused call."""
         self._tokens = tokens
+        self._on_refusal = on_refusal
 
     async def intercept_service(
         self,
@@ -276,11 +292,29 @@ class AccessControl(grpc.aio.ServerInterceptor):
         if self._tokens:
             caller_role = self._caller_role(method, handler_call_details.invocation_metadata)
             if caller_role is None:
-                return _refusing_handler(_unauthenticated_error)
+                return self._refuse(handler_call_details, _unauthenticated_error)
             role = caller_role
         if handler is not None and (method not in REQUIRED_ROLES or role < required_role):
-            return _refusing_handler(lambda: _forbidden_error(method, role))
+            return self._refuse(handler_call_details, lambda: _forbidden_error(method, role))
         return handler
+
+    def _refuse(
+        self, call: grpc.HandlerCallDetails, create_error: Callable[[], DistillError]
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Return a handler that raises the error, for unary and streaming calls alike.
+
+        gRPC treats both kinds the same until a message is read.
+        """
+        details: Any = call
+
+        async def refuse(messages: Any, context: Any) -> AsyncIterator[Any]:
+            error = create_error()
+            action = details.method.rpartition("/")[2]
+            self._on_refusal(action, details.invocation_metadata, context.peer(), error)
+            raise error
+            yield  # makes this function the async generator that gRPC expects
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _caller_role(self, method: str, metadata: Any) -> Role | None:
         """Return the caller's role.
@@ -300,19 +334,6 @@ class AccessControl(grpc.aio.ServerInterceptor):
         log_fields = {"method": method.rpartition("/")[2], "job": job, "attempt": attempt}
         log.info("called by a job", extra={"fields": log_fields})
         return Role.ADMIN if rollouts and int(attempt) else Role.READ
-
-
-def _refusing_handler(fault: Callable[[], Exception]) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return a handler that raises `fault()`, for unary and streaming calls alike.
-
-    gRPC treats both kinds the same until a message is read.
-    """
-
-    async def refuse(messages: Any, context: Any) -> AsyncIterator[Any]:
-        raise fault()
-        yield  # makes this function the async generator that gRPC expects
-
-    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _unauthenticated_error() -> Unauthenticated:

@@ -16,7 +16,13 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 
-from protos.auth.access import AccessControl, Tokens, read_tokens
+from protos.auth.access import (
+    AccessControl,
+    OnRefusal,
+    Tokens,
+    ignore_refusal,
+    read_tokens,
+)
 from protos.auth.tls import TlsFiles, server_credentials
 from protos.errors import InvalidInput
 from protos.rpc.health import Health
@@ -104,6 +110,7 @@ async def serve(
     on_stop: Callable[[], None] = lambda: None,
     stop: asyncio.Event | None = None,
     prepare: Callable[[], Awaitable[None]] | None = None,
+    on_refusal: OnRefusal = ignore_refusal,
 ) -> signal.Signals | None:
     """Serve until SIGTERM or SIGINT, then give running calls `grace_seconds` seconds to finish.
 
@@ -113,6 +120,7 @@ async def serve(
     - prepare: awaited while the server listens and health checks return NOT_SERVING; should end
       early when `stop` is set. An error in `prepare` ends the server and is raised here.
     - on_ready: called with the bound port after `prepare`, unless the server was stopped.
+    - on_refusal: called with each call that is refused for its token; see `AccessControl`.
     - on_stop: called when shutdown begins; should end streams that would not end by themselves.
 
     Raises InvalidInput if the port is taken, or if other machines could call without tokens and
@@ -130,7 +138,7 @@ async def serve(
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, request_stop, signum)
 
-    interceptors = [ErrorBoundary(), AccessControl(endpoint.tokens)]
+    interceptors = [ErrorBoundary(), AccessControl(endpoint.tokens, on_refusal)]
     server = grpc.aio.server(
         options=[*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", _max_connections())],
         interceptors=interceptors,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,17 @@ import pytest
 from clients.cli.app import main
 from clients.jobs.client import DistillClient
 from clients.jobs.job import JobState
+from distill_server.people.audit import Audit
 from distill_server.rpc.service import DistillService
-from protos.auth.access import REQUIRED_ROLES, Role
-from protos.errors import ExitCode, InvalidInput, WrongState
+from protos.auth.access import REQUIRED_ROLES, Caller, Role
+from protos.errors import (
+    ExitCode,
+    Forbidden,
+    InvalidInput,
+    NotFound,
+    Unauthenticated,
+    WrongState,
+)
 from tests.distill_server.conftest import Server, eventually, job_config
 
 ANN, BOB, BOT, READ = ("a" * 43, "b" * 43, "c" * 43, "d" * 43)
@@ -89,10 +99,11 @@ def test_owners_labels_and_the_audit_log(
         ("ann", "SubmitJob", [second_job.id], "OK"),
         ("bob@lab", "SubmitJob", [third_job.id], "OK"),
         ("bob@lab", "CancelJob", [third_job.id], "FAILED_PRECONDITION"),
+        ("ann", "CancelJob", [], "PERMISSION_DENIED"),
+        ("ann", "CancelJob", [second_job.id], "OK"),  # it is queued
         ("ann", "CancelJob", [first_job.id], "OK"),
-        ("ann", "CancelJob", [second_job.id], "OK"),
     ]
-    assert {line["role"] for line in lines_of(server)} == {"submit", "admin"}
+    assert {line["role"] for line in lines_of(server)} == {"submit", "admin", "read"}
     assert (server.runs / "audit.jsonl").stat().st_mode & 0o777 == 0o600
 
 
@@ -111,6 +122,67 @@ def test_a_removal_leaves_its_line_and_the_file_may_be_moved(
     actions = [(line["action"], line["about"]) for line in lines_of(server)]
     assert actions == [("PinJob", [job.id])] * 2 + [("RemoveJob", [job.id])]
     assert lines_of(server)[0]["by"] == "", "a server without tokens knows nobody"
+
+
+def test_refused_calls_and_downloads(
+    make_server: MakeServer, use_token: Callable[[str], None], tmp_path: Path
+) -> None:
+    server = make_server(tokens=TOKENS)
+    use_token(BOB)
+    with DistillClient(server.address) as client:
+        job = client.submit(job_config(max_steps=2))
+        assert job.wait(60).state is JobState.SUCCEEDED
+        client.pull("@last", tmp_path / "out")
+        with pytest.raises(NotFound):
+            client.pull(job.id, tmp_path / "step", checkpoint=77)
+        with pytest.raises(WrongState):
+            client.cancel("@last")
+        with pytest.raises(NotFound):
+            client.cancel("nothing")
+    unknown = "x" * 43
+    use_token(unknown)
+    with DistillClient(server.address) as client, pytest.raises(Unauthenticated):
+        client.list()
+    use_token("")
+    with DistillClient(server.address) as client, pytest.raises(Unauthenticated):
+        client.remove(job.id)
+    lines = lines_of(server)
+    assert [(line["action"], line["about"], line["outcome"]) for line in lines[1:]] == [
+        ("GetArtifact", [job.id], "OK"),
+        ("GetArtifact", [job.id], "NOT_FOUND"),
+        ("CancelJob", [job.id], "FAILED_PRECONDITION"),
+        ("CancelJob", ["nothing"], "NOT_FOUND"),
+        ("ListJobs", [], "UNAUTHENTICATED"),
+        ("RemoveJob", [], "UNAUTHENTICATED"),
+    ]
+    assert [line["by"] for line in lines] == ["bob@lab"] * 5 + ["", ""]
+    assert lines[5]["token"] == sha256(unknown.encode()).hexdigest()[:8]
+    assert (lines[6]["token"], lines[6]["role"]) == ("", "")
+    assert unknown not in (server.runs / "audit.jsonl").read_text()
+
+
+def test_refused_calls_have_few_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    audit = Audit(tmp_path / "audit.jsonl")
+    seconds = [1000.0]
+    monkeypatch.setattr("distill_server.people.audit.time.monotonic", lambda: seconds[0])
+    for _ in range(2):
+        for _ in range(1000):
+            audit.record_refusal("ListJobs", (), "peer", Unauthenticated("no token"))
+        seconds[0] += 61
+    audit.record_refusal("ListJobs", (), "peer", Forbidden("no role"))
+    lines = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
+    assert len(lines) == 121
+    unlisted = [line["unlisted_refusals"] for line in lines if "unlisted_refusals" in line]
+    assert unlisted == [940, 940]
+    assert audit.refusals == {"UNAUTHENTICATED": 2000, "PERMISSION_DENIED": 1}
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, GeneratorExit])
+def test_a_caller_that_gives_up(error: type[BaseException], tmp_path: Path) -> None:
+    audit = Audit(tmp_path / "audit.jsonl")
+    with pytest.raises(error), audit.entry("GetArtifact", Caller(), "peer", "job"):
+        raise error
+    assert json.loads((tmp_path / "audit.jsonl").read_text())["outcome"] == "CANCELLED"
 
 
 def test_a_full_disk_stops_no_request(make_server: MakeServer) -> None:
