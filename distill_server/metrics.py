@@ -40,7 +40,7 @@ class ServerMetrics(Collector):
         files: RunFiles,
         refusals: Counter[str] | None = None,
     ) -> None:
-        """`teachers` are the teachers that the server runs; `refusals` are counted by error code."""
+        """`teachers` are the teachers that the server runs, `refusals` counts by error code."""
         self._refusals = Counter() if refusals is None else refusals
         self._store = store
         self._slots = machine.slots
