@@ -99,6 +99,8 @@ def assemble(
     if is_main_process():
         source_files = read_source_files(local_directory(config.student), tokenizer.chat_template)
         limits = read_limits(run.path) or NO_LIMITS
+        if not run.checkpoint_steps():  # training begins anew; the data may have been mended
+            run.preview.unlink(missing_ok=True)
         # Before the checks of the data, which may refuse it.
         write_preview(
             run,

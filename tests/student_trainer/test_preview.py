@@ -15,7 +15,9 @@ from clients.config.kinds import AnyTraining
 from clients.config.on_policy import OnPolicyJob
 from clients.data.preview import Preview, parse_preview
 from clients.runs.directory import RunDirectory
+from clients.runs.progress import Progress
 from protos.errors import InvalidInput
+from student_trainer.assembly import assemble
 from student_trainer.data.examples import load_examples
 from student_trainer.model.loading import load_tokenizer
 from student_trainer.preview import preview_of
@@ -242,6 +244,15 @@ def test_a_run_has_the_preview_also_if_its_data_is_refused(
     config = tiny.sft_job(material, data__path=path, eval__prompts=2, data__max_left_out=0.3)
     with trainer_of(tmp_path / "other", config):
         pass
+    write(tmp_path / "a.jsonl", [{"prompt": "1+1=", "answer": "3"}] * 40)
+    run = RunDirectory(tmp_path / "run")  # the next attempt, with mended data
+    progress = Progress(run, attempt=2, max_steps=9, main=True, terminated=lambda: False)
+    trainer = assemble(config, run, {}, progress, 2, None)
+    assert trainer.metrics is not None
+    trainer.metrics.close()
+    preview = parse_preview(run.preview.read_text())
+    assert texts(preview, 1) == ["student: 1+1=[3<|end|>]"]
+    assert not any("left out" in warning for warning in preview.warnings)
 
 
 @pytest.mark.parametrize("bad", ["data.mix.0.path", "data.eval_path"])
