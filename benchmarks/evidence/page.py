@@ -42,7 +42,7 @@ These figures have no interval, because each was measured once:
 
 | what | result | command |
 |---|---|---|
-| sums, 0.24 M teaches a damaged 0.11 M | correct answers 25% -> 99.0% to 99.4% | `make demo` |
+| sums, 0.24 M teaches a damaged 0.11 M | correct answers 24% -> 99.0% to 99.6% | `make demo` |
 | the same student without a teacher, from rewards | correct answers 24% -> 98.4% | `make demo-rl` |
 | a search engine, unseen people | correct answers 0% -> 100% | `make demo-search` |
 {demo_real}
