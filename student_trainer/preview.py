@@ -46,19 +46,19 @@ from clients.preflight.limits import NO_LIMITS, Limits, fit_limits
 from clients.preflight.teachers import ask_infos, contexts_of, services_of
 from clients.runs.progress import print_reply
 from clients.store.copies import files_on_disk
+from clients.store.record_cache import open_records
 from protos.errors import DistillError, InvalidInput
 from student_trainer.cross_tokenizer.store import open_cross_tokenizer_store
 from student_trainer.data.captured_stores import open_stores
 from student_trainer.data.examples import example_encoding
 from student_trainer.data.prompts import (
-    Encoder,
     ModelIds,
     Prompt,
     data_sets,
-    encode_or_omit,
     prompt_encoding,
     surveyed_rows,
 )
+from student_trainer.data.record_table import Encoder, encode_or_omit
 from student_trainer.data.records import RecordReader
 from student_trainer.data.sequence import Rollout, TokenSequence
 from student_trainer.loop.optimizer import schedule_warning
@@ -194,11 +194,9 @@ def _survey_data(
     """Yield the sample of records by which a job accepts or refuses each data set."""
     for source_reader, data_set in data_sets(reader):
         data, folder = source_reader.data, Path(data_set.path).parent
-        count = sum(1 for _ in source_reader.rows(data_set))
-        rows = set(surveyed_rows(data, count, seed))
-        for number, (where, row) in enumerate(source_reader.rows(data_set)):
-            if number not in rows:
-                continue
+        records = open_records(data_set, source_reader.columns)
+        for number in surveyed_rows(data, len(records), seed):
+            where, row = records[number]
             left_out, refused, inputs = "", "", tuple[ModelInput, ...]()
             spelled = count_spelled_names(tokenizer)
             try:

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import groupby, islice
+from itertools import count, groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Without a GPU, Triton interprets kernels in Python; it reads the variable at its import.
 if shutil.which("nvidia-smi") is None:
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Caches of other libraries stay where they are; each test has its own cache of records.
+_USER_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+os.environ.setdefault("HF_HOME", str(_USER_CACHE / "huggingface"))
+os.environ.setdefault("MPLCONFIGDIR", str(_USER_CACHE / "matplotlib"))
+_test_numbers = count()
 
 # Folders whose tests take seconds each, the longest first.
 _LONG_FOLDERS = (
@@ -123,3 +129,14 @@ def _restore_tie_weights() -> None:
         _tie_weights[:] = [tie_weights]
     elif _tie_weights:
         module.PreTrainedModel.tie_weights = _tie_weights[0]  # type: ignore[union-attr]
+
+
+@pytest.fixture(scope="session")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("caches")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records of another test must not be checked already."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(caches / str(next(_test_numbers))))

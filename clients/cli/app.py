@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from clients.cli.commands import config as config_commands
 from clients.cli.commands import (
+    cache,
     doctor,
     logs_and_files,
     plan,
@@ -20,6 +20,7 @@ from clients.cli.commands import (
     submit,
     token,
 )
+from clients.cli.commands import config as config_commands
 from clients.cli.commands import evaluate as exam
 from clients.cli.commands import jobs as job_commands
 from clients.cli.commands import store as store_commands
@@ -79,6 +80,7 @@ app.add_typer(teacher_commands.app, name="teacher")
 app.command("pair")(plan.pair)
 app.command("plan")(plan.plan)
 app.command("preview")(preview.preview)
+app.command("cache")(cache.cache)
 app.command("doctor")(doctor.doctor)
 app.command("token")(token.token)
 app.command("demo")(demo.demo)

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +35,34 @@ class DataSet:
     split: str = "train"
     field: str = "data.path"
 
+    @cached_property
+    def files(self) -> list[str]:
+        """The files of records, in order; empty for a directory or a hub id."""
+        return files_of(self.path, self.field)
+
+    def place(self, file: int, row: int) -> str:
+        """Return the place of a record for messages, such as `row 3 of a.jsonl`.
+
+        `file`: the index of its file. `row`: its number in the file, from 1.
+        """
+        return f"row {row} of {self.files[file] if self.files else self.path}"
+
     def rows(self, columns: Sequence[str]) -> Iterator[tuple[str, Record]]:
-        """Yield every record in order, with its place for messages, such as `row 3 of a.jsonl`.
+        """Yield the place and the record of `located`."""
+        for file, row, record in self.located(columns):
+            yield self.place(file, row), record
+
+    def located(self, columns: Sequence[str]) -> Iterator[tuple[int, int, Record]]:
+        """Yield every record in order, with the index of its file and its row in it, from 1.
 
         The records have those `columns` that exist, and possibly more columns. Raises InvalidInput
         if a line is not a JSON object, if the data set cannot be loaded, or if the package
         `datasets` is needed and not installed.
         """
-        files = files_of(self.path, self.field)
-        for path in files:
-            for number, record in enumerate(read_records(path, columns, self.field), 1):
-                yield f"row {number} of {path}", record
-        if files:
+        for file, path in enumerate(self.files):
+            for row, record in enumerate(read_records(path, columns, self.field), 1):
+                yield file, row, record
+        if self.files:
             return
         dataset = self._load_with_datasets()
         float32_columns = {
@@ -53,8 +70,8 @@ class DataSet:
             for name, feature in (dataset.features or {}).items()
             if getattr(feature, "dtype", "") in ("float32", "float16")
         }
-        for number, record in enumerate(dataset, 1):
-            yield f"row {number} of {self.path}", from_arrow(record, float32_columns)
+        for row, record in enumerate(dataset, 1):
+            yield 0, row, from_arrow(record, float32_columns)
 
     def records(self, columns: Sequence[str]) -> Iterator[Record]:
         """Yield the records of `rows`."""
@@ -69,7 +86,7 @@ class DataSet:
         path = Path(self.path)
         if path.is_file():
             return _hash_file(path)
-        files = [Path(name) for name in files_of(self.path, self.field)]
+        files = [Path(name) for name in self.files]
         if path.is_dir():
             files = sorted(file for file in path.rglob("*") if file.is_file())
         if files:

@@ -58,7 +58,7 @@ def on_disk(place: Path | str) -> Path:
     if data is None:
         raise _no_store(place)
     manifest = parse_manifest(data, str(place))
-    copy = _cache_directory() / "stores" / hashlib.sha256(data).hexdigest()
+    copy = cache_directory() / "stores" / hashlib.sha256(data).hexdigest()
     copy.mkdir(parents=True, exist_ok=True)
     with (copy / "lock").open("w") as lock:
         lock_file(lock, copy / "lock", wait=True)
@@ -113,7 +113,7 @@ def _copy_files(key: str, url: str) -> Path:
         kind = "model" if is_model else "file"
         raise NotFound(f"there is no {kind} at {url}", field=key, hint="correct the URL")
     identity = hashlib.sha256(json.dumps([url, facts], sort_keys=True).encode()).hexdigest()
-    copy = _cache_directory() / "files" / identity
+    copy = cache_directory() / "files" / identity
     place = copy / name
     (place if is_model else copy).mkdir(parents=True, exist_ok=True)
     with (copy / "lock").open("w") as lock:
@@ -134,7 +134,8 @@ def _is_copied(copy: Path, facts: ShardFacts) -> bool:
     return file.exists() and file.stat().st_size == facts.bytes
 
 
-def _cache_directory() -> Path:
+def cache_directory() -> Path:
+    """Return the directory of copies and of cached records."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return caches / "distill"
 

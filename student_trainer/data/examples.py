@@ -25,15 +25,15 @@ from clients.data.tokens.answers import answered_ids, assistant_ids, completion_
 from protos.errors import InvalidInput
 from student_trainer.data.prompts import (
     ALL_IDS,
-    Encoder,
     ItemsOfSteps,
     ModelIds,
-    OmissionCounter,
     Prompt,
+    encoding_facts,
     load_items,
     no_items_error,
     require_tokens,
 )
+from student_trainer.data.record_table import Encoder, OmissionCounter
 from student_trainer.data.records import PromptRecord, RecordReader
 from student_trainer.data.sequence import MaskedSequence, TokenSequence
 
@@ -121,6 +121,10 @@ class _ExampleEncoder:
         self._too_long = OmissionCounter(f"sequences longer than method.max_tokens = {max_tokens}")
         self._empty = OmissionCounter("records without an answer to learn")
         self.omissions = (self._too_long, self._empty)
+        self.settings = (
+            *("example", learns_all_answers, max_tokens, *model_ids.facts),
+            *encoding_facts(self._prompt_format, tokenizer),
+        )
 
     def is_doubtful(self, record: PromptRecord) -> bool:
         """Return whether the prompt may have no tokens, or parts that cannot be used."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import count as count_up
@@ -21,20 +21,24 @@ from clients.data.preview import SURVEY, SURVEY_WITH_IMAGES
 from clients.data.prompt_format import (
     PromptFormat,
     check_chat_template,
+    date_warning,
     template_text,
     warn_of_date,
 )
 from clients.data.records import DataSet, check_left_out
 from clients.data.template_parts import TemplateParts
+from clients.data.tokens.tokenizer import tokenizer_facts
 from protos.errors import InvalidInput
 from student_trainer.data.images import SequenceImages, with_images
 from student_trainer.data.order import assign_sets, count_per_set, permutation
+from student_trainer.data.record_table import Encoder, OmissionCounter, RecordTable
 from student_trainer.data.records import PromptRecord, RecordReader
 
 log = logging.getLogger(__name__)
 
+_MAX_SKIP = 4096  # items that a step skips one by one
+
 Item = TypeVar("Item")
-Encoded = TypeVar("Encoded", covariant=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,48 +60,6 @@ class Prompt:
     images: SequenceImages | None = None
 
 
-class OmissionCounter:
-    """Counts the records skipped for one reason, and logs the count at 1, 2, 4, 8, ...
-
-    shortest: tokens of the shortest one; 0: it has none, or none is counted.
-    """
-
-    def __init__(self, description: str) -> None:
-        """`description`: the records, for the message, such as "prompts that are too long"."""
-        self.description = description
-        self.count = 0
-        self.shortest = 0
-
-    def add(self, tokens: int = 0) -> None:
-        """Count one record of `tokens` tokens."""
-        self.shortest = min(self.shortest or tokens, tokens)
-        self.count += 1
-        if self.count & (self.count - 1) == 0:
-            log.warning("left out so far: %d %s", self.count, self.description)
-
-
-class Encoder(Protocol[Encoded]):
-    """Converts records to the training items of a job, such as prompts."""
-
-    @property
-    def omissions(self) -> Sequence[OmissionCounter]:
-        """The counts of the records without an item, by reason."""
-
-    def is_doubtful(self, record: PromptRecord) -> bool:
-        """Return whether `encode` might refuse the record. Such records are encoded before
-        training.
-        """
-
-    def encode(self, record: PromptRecord, field: str) -> Encoded | None:
-        """Return the item of a record; None if the record is skipped.
-
-        Raises InvalidInput, naming `field`, if the record cannot be used.
-        """
-
-    def no_items_error(self, field: str) -> InvalidInput:
-        """Return the error for data whose records are all left out."""
-
-
 @dataclass(frozen=True)
 class ModelIds:
     """The token ids that a model has embeddings for: 0 to count - 1; None: all.
@@ -114,6 +76,11 @@ class ModelIds:
         """Return the ids of a model with `count` embeddings."""
         vocabulary = tokenizer.get_vocab()
         return cls(count, {i: token for token, i in vocabulary.items() if i >= count})
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """The ids as JSON values."""
+        return self.count, sorted(self.extra_tokens.items())
 
     def may_lack(self, record: PromptRecord) -> bool:
         """Return whether the texts of a record name a token that the model does not have."""
@@ -140,6 +107,14 @@ class ModelIds:
 ALL_IDS = ModelIds()
 
 
+def encoding_facts(prompt_format: PromptFormat, tokenizer: Any) -> tuple[object, ...]:
+    """Return what decides the tokens of a record, as JSON values."""
+    today = date_warning(prompt_format, template_text(tokenizer.chat_template)) and time.strftime(
+        "%Y-%m-%d"
+    )
+    return today, *tokenizer_facts(tokenizer)
+
+
 class _PromptEncoder:
     """Converts records to prompts, and counts those that are too long."""
 
@@ -155,6 +130,7 @@ class _PromptEncoder:
         self._prompt_format = form
         self._model_ids = model_ids
         self._tokenizer = tokenizer
+        self.settings = ("prompt", max_tokens, *model_ids.facts, *encoding_facts(form, tokenizer))
         self._max_tokens = max_tokens
         self._parts = TemplateParts(form, tokenizer)
         self._reader = reader
@@ -239,65 +215,83 @@ class PromptSet(Generic[Item]):
     """Prompts or other items, in an order fixed by the seed; each epoch has a new permutation.
 
     A record is tokenized when a step first needs it. Records without an item, such as long records,
-    are skipped in every epoch, and the next records take their place.
+    are skipped in every epoch, and the next records take their place. The table knows which of the
+    records that were tokenized before are skipped, so any step takes the same time.
     """
 
-    def __init__(
-        self,
-        records: Sequence[PromptRecord],
-        encode: Callable[[PromptRecord], Item | None],
-        seed: int,
-    ) -> None:
-        """`encode`: returns the item of a record; None if the record is skipped."""
-        self._records = records
-        self._encode = encode
+    def __init__(self, table: RecordTable[Item], rows: NDArray[np.int64], seed: int) -> None:
+        """`rows`: those of `table` that the set has."""
+        self._table = table
+        self._rows = rows
         self._seed = seed
-        self._prompts: dict[int, Item | None] = {}  # by the index of the record
         self._next_number = 0
         self._stream = self._iterate_from(0)
 
     def has_items(self) -> bool:
-        """Return whether a record has an item, which is encoded then; only then use the set."""
-        order = permutation(len(self._records), self._seed, 0)
-        return any(self._encode_prompt(int(index)) is not None for index in order)
+        """Return whether a record has an item; only then use the set."""
+        order = permutation(len(self._rows), self._seed, 0)
+        return any(self._table.is_used(int(self._rows[index])) for index in order)
 
     def of_step(self, step: int, count: int) -> list[Item]:
         """Return the `count` items of `step` (from 1), independent of earlier calls.
 
-        Also tokenizes the records of all earlier steps, because some may be left out.
+        Tokenizes those records of earlier steps that were never tokenized with these settings,
+        because some may be left out.
         """
         return self.items_from((step - 1) * count, count)
 
     def items_from(self, first: int, count: int) -> list[Item]:
         """Return `count` items from number `first` (from 0) on, as `of_step` does."""
         skipped_count = first - self._next_number
-        # A skip within an epoch advances the stream; a new stream skips full epochs at once.
-        if not 0 <= skipped_count < len(self._records):
+        # A short skip advances the stream; a new stream skips records and full epochs at once.
+        if not 0 <= skipped_count < _MAX_SKIP:
             self._stream, skipped_count = self._iterate_from(first), 0
         self._next_number = first + count
-        return list(islice(self._stream, skipped_count, skipped_count + count))
+        items = list[Item]()
+        for row in islice(self._stream, skipped_count, skipped_count + count):
+            item = self._table.item(row)
+            assert item is not None, "the stream has only rows with items"
+            items.append(item)
+        return items
 
-    def _iterate_from(self, first: int) -> Iterator[Item]:
-        """Yield the items of all epochs from number `first` on; the set must not be empty."""
-        for epoch in count_up():
-            if len(self._prompts) == len(self._records):
-                usable_count = sum(prompt is not None for prompt in self._prompts.values())
-                if first >= usable_count:
-                    first -= usable_count
-                    continue
-            for index in permutation(len(self._records), self._seed, epoch):
-                prompt = self._encode_prompt(int(index))
-                if prompt is None:
+    def _iterate_from(self, first: int) -> Iterator[int]:
+        """Yield the rows of all epochs from item `first` on; the set must not be empty."""
+        is_used, is_known = self._table.states_of(self._rows)
+        epoch = 0
+        if is_known.all():
+            epoch, first = divmod(first, int(is_used.sum()))
+        for later_epoch in count_up(epoch):
+            order = self._rows[permutation(len(self._rows), self._seed, later_epoch)]
+            position = 0
+            if first:
+                position, passed = self._skip_known(order, first)
+                first -= passed
+            for row in order[position:]:
+                if not self._table.is_used(int(row)):
                     continue
                 if first:
                     first -= 1
                 else:
-                    yield prompt
+                    yield int(row)
 
-    def _encode_prompt(self, index: int) -> Item | None:
-        if index not in self._prompts:
-            self._prompts[index] = self._encode(self._records[index])
-        return self._prompts[index]
+    def _skip_known(self, order: NDArray[np.int64], first: int) -> tuple[int, int]:
+        """Return how many rows of an epoch to skip, and how many of them have an item.
+
+        They have at most `first` items, and it is known which have one.
+        """
+        is_used, is_known = self._table.states_of(order)
+        known_count = len(order) if is_known.all() else int(is_known.argmin())
+        used_counts = np.cumsum(is_used[:known_count])
+        position = int(np.searchsorted(used_counts, first, side="left")) + 1
+        position = min(position, known_count)
+        passed = int(used_counts[position - 1]) if position else 0
+        if passed < first and known_count < len(order):
+            log.info(
+                "tokenizing %s records of earlier steps, because it is not known here which of them"
+                " are left out",
+                f"{min(first - passed, len(order) - known_count):,}",
+            )
+        return position, passed
 
 
 class MixedSets(Generic[Item]):
@@ -386,20 +380,6 @@ def surveyed_rows(data: DataConfig, count: int, seed: int) -> list[int]:
     return sorted(permutation(count, seed, -2)[:limit].tolist())
 
 
-def encode_or_omit(
-    encoder: Encoder[Item], record: PromptRecord, field: str
-) -> tuple[Item | None, str]:
-    """Return the item of a record and "", or None and why it is left out; raises as `encode`."""
-    counts = [omission.count for omission in encoder.omissions]
-    item = encoder.encode(record, field)
-    reasons = [
-        omission.description
-        for omission, count in zip(encoder.omissions, counts, strict=True)
-        if omission.count > count
-    ]
-    return item, reasons[0] if item is None else ""
-
-
 def load_items(
     reader: RecordReader, encoder: Encoder[Item], *, held_out: int, seed: int
 ) -> tuple[ItemsOfSteps[Item], list[Item]]:
@@ -413,45 +393,22 @@ def load_items(
     or more than `data.max_left_out` of the `surveyed_rows` of a data set are skipped.
     """
     data = reader.data
-    encoded: dict[int, tuple[Item | None, str]] = {}  # by the id of the record, each is kept
-
-    def encode(record: PromptRecord, field: str) -> tuple[Item | None, str]:
-        if id(record) not in encoded:
-            encoded[id(record)] = encode_or_omit(encoder, record, field)
-        return encoded[id(record)]
-
-    def read_records(source_reader: RecordReader, data_set: DataSet) -> list[PromptRecord]:
-        field, records = data_set.field, list(source_reader.read(data_set))
-        for record in filter(encoder.is_doubtful, records):
-            encode(record, field)  # may raise, and must do so before the first step
-        rows = surveyed_rows(data, len(records), seed)
-        reasons = Counter(reason for row in rows if (reason := encode(records[row], field)[1]))
-        if reasons.total() == len(records):
-            raise encoder.no_items_error(field)
-        check_left_out(reasons, len(rows), data.max_left_out, field)
-        return records
-
-    def build_set(records: Sequence[PromptRecord], field: str) -> PromptSet[Item]:
-        prompt_set = PromptSet(records, lambda record: encode(record, field)[0], seed)
-        if not prompt_set.has_items():
-            raise encoder.no_items_error(field)
-        return prompt_set
-
-    records_of = {
-        data_set.field: read_records(source_reader, data_set)
+    tables = {
+        data_set.field: _open_table(data_set, source_reader, encoder, seed)
         for source_reader, data_set in data_sets(reader)
     }
     field = "data.eval_path" if data.eval_path else "data.path"
-    candidates = records_of.pop(field)
-    order = [candidates[index] for index in permutation(len(candidates), seed, -1)]
+    candidates = tables[field]
+    rows_of = {name: np.arange(len(table)) for name, table in tables.items() if name != field}
+    order = permutation(len(candidates), seed, -1)
     held_out_items: list[Item] = []
     encoded_count = 0
     while encoded_count < len(order) and len(held_out_items) < held_out:
-        item, _ = encode(order[encoded_count], field)
+        item = candidates.item(int(order[encoded_count]))
         held_out_items += [] if item is None else [item]
         encoded_count += 1
     if not held_out_items:
-        raise encoder.no_items_error(field)
+        raise candidates.no_items_error()
     if data.eval_path is None and encoded_count == len(order):
         most = len(held_out_items) - 1
         raise InvalidInput(
@@ -460,6 +417,22 @@ def load_items(
             hint=f"set eval.prompts to at most {most}" if most else "add records",
         )
     if not data.eval_path:
-        records_of = {field: order[encoded_count:], **records_of}
-    sets = [build_set(records, name) for name, records in records_of.items()]
+        rows_of = {field: order[encoded_count:], **rows_of}
+    sets = [PromptSet(tables[name], rows, seed) for name, rows in rows_of.items()]
+    for name, item_set in zip(rows_of, sets, strict=True):
+        if not item_set.has_items():
+            raise tables[name].no_items_error()
     return (MixedSets(sets, data.shares) if data.mix else sets[0]), held_out_items
+
+
+def _open_table(
+    data_set: DataSet, reader: RecordReader, encoder: Encoder[Item], seed: int
+) -> RecordTable[Item]:
+    """Return the checked records of a data set. Raises InvalidInput as `load_items` does."""
+    table = RecordTable(data_set, reader, encoder, seed)
+    rows = surveyed_rows(reader.data, len(table), seed)
+    reasons = table.check(rows)
+    if reasons.total() == len(table):
+        raise table.no_items_error()
+    check_left_out(reasons, len(rows), reader.data.max_left_out, data_set.field)
+    return table

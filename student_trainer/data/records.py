@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from clients.config.tables.data import DataConfig
 from clients.data.conversation import Conversation, require_question
 from clients.data.images import image_file
-from clients.data.records import DataSet, images_of, text_of, weight_of
+from clients.data.records import images_of, text_of, weight_of
 from protos.errors import InvalidInput
 from student_trainer.data.images import Source
 
@@ -52,19 +52,17 @@ class RecordReader:
     needs_questions: bool = True
     vision_teachers: Collection[str] = ()
 
-    def read(self, source: DataSet) -> Iterator[PromptRecord]:
-        """Yield the records in order. Raises InvalidInput at a record that cannot be used."""
-        for where, record in self.rows(source):
-            yield self.build_record(record, where, Path(source.path).parent)
-
-    def rows(self, source: DataSet) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Yield the place of each row, for messages, and its columns, unchecked."""
+    @property
+    def columns(self) -> list[str]:
+        """The columns that are read; empty: all."""
+        if self.with_fields:
+            return []
         columns = [*self.data.prompt_format.columns, self.data.answer_column]
         if self.teachers:
             columns.append(self.data.teacher_column)
         if self.data.weight_column is not None:
             columns.append(self.data.weight_column)
-        yield from source.rows([] if self.with_fields else columns)
+        return columns
 
     def build_record(self, record: Mapping[str, Any], where: str, folder: Path) -> PromptRecord:
         """Check a row of the data in `folder`. Raises InvalidInput if the row cannot be used."""

@@ -19,9 +19,8 @@ from clients.config.tables.common import StudentConfig
 from clients.data.formats import exists_here
 from clients.data.models.files import use_caches_if_away
 from clients.data.object_urls import is_object_url
-from clients.data.prompt_format import template_text
 from clients.data.records import DataSet, check_left_out
-from clients.data.tokens.tokenizer import tokens_of
+from clients.data.tokens.tokenizer import tokenizer_facts
 from clients.preflight.files import check_here
 from clients.preflight.limits import fit_limits, read_limits, write_limits
 from clients.preflight.teachers import check_capture
@@ -265,15 +264,8 @@ def _plan_key(job: CaptureJob, tokenizer: Any, other_facts: Sequence[object]) ->
     data_facts = job.data.model_dump(mode="json"), job.teacher.context
     facts = [*data_facts, job.method.max_tokens, *other_facts]
     hasher = hashlib.sha256(json.dumps(facts).encode())
-    hasher.update(json.dumps(_list_tokenizer_facts(tokenizer)).encode())
+    hasher.update(json.dumps(tokenizer_facts(tokenizer)).encode())
     return hasher.hexdigest()
-
-
-def _list_tokenizer_facts(tokenizer: Any) -> list[str]:
-    """Return texts that change whenever the tokenizer would encode a record differently."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)  # slow tokenizers have no backend
-    rules = [backend.to_str()] if backend is not None else tokens_of(tokenizer)
-    return [repr(tokenizer), template_text(tokenizer.chat_template) or "", *rules]
 
 
 class _ReadingMonitor:

@@ -112,3 +112,10 @@ def read_template(file: Path) -> str:
     if len(content) > _MAX_TEMPLATE_BYTES:
         raise ValueError(f"{file} is longer than {_MAX_TEMPLATE_BYTES >> 20} MiB")
     return content.decode()
+
+
+def tokenizer_facts(tokenizer: Any) -> list[str]:
+    """Return texts that change whenever the tokenizer would encode a record differently."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # slow tokenizers have no backend
+    rules = [backend.to_str()] if backend is not None else tokens_of(tokenizer)
+    return [repr(tokenizer), repr(tokenizer.chat_template), *rules]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from clients.config.tables.data import DataConfig
 from clients.data.conversation import Conversation
 from clients.data.prompt_format import PromptFormat
 from protos.errors import InvalidInput
-from student_trainer.data import prompts
+from student_trainer.data import prompts, record_table
 from student_trainer.data.examples import load_examples
 from student_trainer.data.order import permutation
 from student_trainer.data.prompts import ModelIds, Prompt, PromptSet, load_prompts
+from student_trainer.data.records import PromptRecord, RecordReader
 from tests.student_trainer import tiny
 
 PAIRS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(30)]
@@ -263,3 +265,79 @@ def test_a_token_without_an_embedding_is_refused_before_the_first_step(
     load("1+1=")
     with pytest.raises(InvalidInput, match=rf"has the token '\[PAD\]' \(id {len(words) - 1}\)"):
         load("1+[PAD]=")
+
+
+@pytest.fixture
+def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The questions that were tokenized."""
+    questions: list[str] = []
+    ids = PromptFormat.ids
+
+    def record_question(
+        form: PromptFormat, tokenizer: Any, conversation: Conversation, where: str
+    ) -> list[int]:
+        questions.append(conversation.question)
+        return ids(form, tokenizer, conversation, where)
+
+    monkeypatch.setattr(PromptFormat, "ids", record_question)
+    return questions
+
+
+@pytest.mark.parametrize("step", [2, 40, 10**9])
+def test_a_resumed_job_tokenizes_only_what_it_needs(
+    data: DataConfig, words: Any, tokenized: list[str], step: int
+) -> None:
+    """20 of 30 prompts are left out. The earlier attempt has met all of them."""
+    data = data.model_copy(update={"max_left_out": 1.0})
+    chosen, held_out = load(data, words, max_tokens=4)
+    expected = keys(chosen.of_step(step, 3))
+    tokenized.clear()
+    resumed, same_held_out = load(data, words, max_tokens=4)
+    assert keys(same_held_out) == keys(held_out)
+    assert keys(resumed.of_step(step, 3)) == expected
+    assert len(tokenized) <= 5 + 3, "the held-out prompts, and those of the step"
+
+
+def test_a_resume_without_the_cache_has_the_same_prompts(
+    data: DataConfig, words: Any, caplog: pytest.LogCaptureFixture, monkeypatch: Any, tmp_path: Path
+) -> None:
+    """As on another machine, or after `distill cache --clear`: told, and tokenized again."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(prompts, "SURVEY", 1)
+    chosen, _ = load(data, words)
+    expected = keys([prompt for step in range(1, 7) for prompt in chosen.of_step(step, 4)][20:])
+    assert "records of earlier steps" not in caplog.text
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    resumed, _ = load(data, words)
+    monkeypatch.setattr(prompts, "_MAX_SKIP", 1)
+    assert keys(resumed.of_step(6, 4)) == expected
+    assert re.search(r"tokenizing \d+ records of earlier steps, because it is not", caplog.text)
+
+
+def test_records_are_checked_once(
+    data: DataConfig, words: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(data, words)
+    checked: list[str] = []
+    build_record = RecordReader.build_record
+
+    def record_place(reader: RecordReader, record: Any, where: str, folder: Path) -> PromptRecord:
+        checked.append(where)
+        return build_record(reader, record, where, folder)
+
+    monkeypatch.setattr(RecordReader, "build_record", record_place)
+    load(data, words)
+    assert len(checked) == 5, "only the held-out prompts are read"
+    load(data, words, max_tokens=15)
+    assert len(checked) >= 5 + 30, "another limit may leave out other records"
+
+
+def test_the_items_in_memory_are_bounded(
+    data: DataConfig, words: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen, _ = load(data, words)
+    expected = [keys(chosen.of_step(step, 4)) for step in range(1, 20)]
+    monkeypatch.setattr(record_table, "_MAX_ITEMS", 3)
+    chosen, _ = load(data, words)
+    assert [keys(chosen.of_step(step, 4)) for step in range(1, 20)] == expected
+    assert len(chosen._table._items) == 3

@@ -73,7 +73,7 @@ def test_a_file_that_is_no_corpus_is_refused(tmp_path: Path, records: str, messa
 
 @pytest.mark.parametrize("retriever", ["corpus.txt", "localhost:8000/retrieve"])
 def test_neither_a_file_nor_an_address_is_refused(retriever: str) -> None:
-    with pytest.raises(ValueError, match=r"must be a \.jsonl or \.parquet file"):
+    with pytest.raises(ValueError, match=r"must be a file of passages \(\.jsonl"):
         SearchConfig(retriever=retriever)
 
 

@@ -1,0 +1,377 @@
+"""The records of a data set in one memory-mapped file, made once for each content and machine.
+
+    $XDG_CACHE_HOME/distill/records/KEY/   records.arrow   JSON text, file and row of each record
+                                           facts.json      number of records; written last
+                                           checks-*.json   results of checks, by their settings
+                                           states-*.u8     which records are left out; see `States`
+
+KEY is the sha256 of the fingerprint of the content, the columns and a version. A process that needs
+a missing file makes it while others wait for the lock. Every record has a checksum, so a damaged
+file never gives other values. Without a writable cache, the records are held in memory.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clients.data.records import DataSet
+from clients.runs.directory import replace_file
+from clients.runs.file_system import lock_file
+from clients.store.copies import cache_directory
+from protos.errors import Corrupt, InvalidInput
+
+_VERSION = 1  # of the files, and of the checks
+_FILE, _FACTS, _LOCK = "records.arrow", "facts.json", "lock"
+# The columns of the file, and their types.
+_COLUMNS = {"file": "int32", "row": "int64", "text": "large_binary", "checksum": "uint32"}
+_BATCH = 4096
+_SECONDS_BETWEEN_REPORTS = 10.0
+# A file that changed less than this before it was hashed may change again in the same clock tick.
+_CLOCK_SECONDS = 2.0
+# The key of an object that stands for bytes, and as JSON writes it.
+_BYTES, _ESCAPED_BYTES = "\0bytes", rb"\u0000bytes"
+
+log = logging.getLogger(__name__)
+
+
+def records_directory() -> Path:
+    """Return the directory of all cached records."""
+    return cache_directory() / "records"
+
+
+class CachedRecords:
+    """The records of a data set: a memory-mapped file, or a list if there is no cache.
+
+    directory: of results about these records; None without a cache.
+    """
+
+    def __init__(
+        self,
+        data_set: DataSet,
+        directory: Path | None,
+        columns: Mapping[str, Any] | Sequence[tuple[int, int, Any]],
+        *,
+        has_bytes: bool = False,
+    ) -> None:
+        """`columns`: Arrow columns `text`, `file`, `row` and `checksum`, or the located records.
+
+        `has_bytes`: some values are bytes, which the texts hold as objects with one key.
+        """
+        self._data_set = data_set
+        self._columns = columns
+        self._hook = _restore_bytes if has_bytes else None
+        self.directory = directory
+
+    def __len__(self) -> int:
+        return len(self._columns["row"] if isinstance(self._columns, Mapping) else self._columns)
+
+    def __getitem__(self, index: int) -> tuple[str, Mapping[str, Any]]:
+        """Return the place of a record, for messages, and the record. Raises Corrupt."""
+        if not isinstance(self._columns, Mapping):
+            file, row, record = self._columns[index]
+            return self._data_set.place(file, row), record
+        values = (
+            self._columns[name][index].as_py() for name in ("file", "row", "text", "checksum")
+        )
+        return self._parse(*values)
+
+    def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        if not isinstance(self._columns, Mapping):
+            yield from (self[index] for index in range(len(self)))
+            return
+        for first in range(0, len(self), _BATCH):
+            parts = (self._columns[name].slice(first, _BATCH).to_pylist() for name in _COLUMNS)
+            for values in zip(*parts, strict=True):
+                yield self._parse(*values)
+
+    def _parse(
+        self, file: int, row: int, text: bytes, checksum: int
+    ) -> tuple[str, Mapping[str, Any]]:
+        if _checksum(file, row, text) != checksum:
+            assert self.directory is not None, "only files have checksums"
+            (self.directory / _FACTS).unlink(missing_ok=True)
+            raise Corrupt(
+                f"the cached records in {self.directory} are damaged",
+                hint="start the job again: it makes them again",
+            )
+        return self._data_set.place(file, row), json.loads(text, object_hook=self._hook)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock of the directory, so that one process at a time checks the records."""
+        with _lock(self.directory) if self.directory else nullcontext():
+            yield
+
+
+def open_records(data_set: DataSet, columns: Sequence[str]) -> CachedRecords:
+    """Return the records of a data set with these columns, from the cache, which is made first.
+
+    Raises InvalidInput as `DataSet.rows` does, if the data change while they are read, or if the
+    disk of the cache is full.
+    """
+    try:
+        root = records_directory()
+        root.mkdir(parents=True, exist_ok=True)
+        key = _content_key(data_set, columns, root)
+        directory = root / key
+        directory.mkdir(exist_ok=True)
+        lock = _lock(directory)
+    except (OSError, InvalidInput) as error:
+        if isinstance(error, InvalidInput) and error.field:
+            raise
+        log.warning("the records of %s are held in memory: %s", data_set.path, error)
+        return _in_memory(data_set, columns)
+    with lock:
+        return _open(data_set, directory) or _make(data_set, columns, directory, root)
+
+
+def _lock(directory: Path) -> IO[str]:
+    """Return the locked file of a directory; closing it releases the lock."""
+    lock = (directory / _LOCK).open("w")
+    try:
+        lock_file(lock, directory / _LOCK, wait=True)
+    except BaseException:
+        lock.close()
+        raise
+    return lock
+
+
+def _in_memory(data_set: DataSet, columns: Sequence[str]) -> CachedRecords:
+    return CachedRecords(data_set, None, list(data_set.located(columns)))
+
+
+def _open(data_set: DataSet, directory: Path) -> CachedRecords | None:
+    """Return the records in a directory; None if the file is missing or damaged."""
+    import pyarrow
+
+    try:
+        facts = json.loads((directory / _FACTS).read_text())
+        file = directory / _FILE
+        if file.stat().st_size != facts["bytes"]:
+            raise ValueError("has another size")
+        table = pyarrow.ipc.open_file(pyarrow.memory_map(str(file))).read_all()
+        table.validate(full=True)  # offsets beyond the file would end the process
+        if table.num_rows != facts["records"] or table.schema != _schema():
+            raise ValueError("has another number or form of records")
+        columns = {name: table.column(name) for name in _COLUMNS}
+        has_bytes = bool(facts["has_bytes"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
+        log.warning("%s is damaged and made again: %s", directory, error)
+        return None
+    return CachedRecords(data_set, directory, columns, has_bytes=has_bytes)
+
+
+def _make(data_set: DataSet, columns: Sequence[str], directory: Path, root: Path) -> CachedRecords:
+    """Read the data, write the file, and open it. The lock is held."""
+    import pyarrow
+
+    for leftover in directory.iterdir():
+        if leftover.name != _LOCK:
+            leftover.unlink()
+    schema = _schema()
+    partial = directory / f"{_FILE}.tmp"
+    reported_at, count, has_bytes = time.monotonic(), 0, False
+    located = data_set.located(columns)
+    try:
+        with pyarrow.OSFile(str(partial), "wb") as sink, pyarrow.ipc.new_file(sink, schema) as file:
+            while batch := list(islice(located, _BATCH)):
+                try:
+                    texts = [_format(record) for _, _, record in batch]
+                except TypeError as error:  # a value that JSON does not have, such as a date
+                    log.info("the records of %s are held in memory: %s", data_set.path, error)
+                    return _in_memory(data_set, columns)
+                files, rows = [file for file, _, _ in batch], [row for _, row, _ in batch]
+                has_bytes |= any(_ESCAPED_BYTES in text for text in texts)
+                checksums = list(map(_checksum, files, rows, texts))
+                arrays = [
+                    pyarrow.array(values, field.type)
+                    for values, field in zip((files, rows, texts, checksums), schema, strict=True)
+                ]
+                file.write_batch(pyarrow.record_batch(arrays, schema=schema))
+                count += len(batch)
+                if time.monotonic() - reported_at > _SECONDS_BETWEEN_REPORTS:
+                    reported_at = time.monotonic()
+                    log.info("reading %s: %s records so far", data_set.path, f"{count:,}")
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        if _content_key(data_set, columns, root) != directory.name:
+            raise InvalidInput(
+                f"{data_set.path} has changed while it was read",
+                field=data_set.field,
+                hint="start the job again when the file is complete",
+            )
+        size = partial.stat().st_size
+        partial.rename(directory / _FILE)
+        facts = {"records": count, "bytes": size, "has_bytes": has_bytes}
+        replace_file(directory / _FACTS, json.dumps(facts))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise InvalidInput(
+            f"the disk of {directory.parent} is full: the records of {data_set.path} do not fit",
+            field="XDG_CACHE_HOME",
+            hint="free space (distill cache --clear), or set the variable to another disk",
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
+    log.info(
+        "%s: %s records, cached in %s (%.0f MiB)",
+        *(data_set.path, f"{count:,}", directory, size / 2**20),
+    )
+    cached = _open(data_set, directory)
+    assert cached is not None, "it was written under the lock"
+    return cached
+
+
+def _schema() -> Any:
+    import pyarrow
+
+    return pyarrow.schema(list(_COLUMNS.items()))
+
+
+def _format(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, ensure_ascii=False, default=_replace_bytes).encode()
+
+
+def _replace_bytes(value: object) -> Mapping[str, str]:
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode()}
+    raise TypeError(f"a value is a {type(value).__name__}")
+
+
+def _restore_bytes(value: dict[str, Any]) -> Any:
+    return base64.b64decode(value[_BYTES]) if list(value) == [_BYTES] else value
+
+
+def _checksum(file: int, row: int, text: bytes) -> int:
+    return zlib.crc32(text, zlib.crc32(b"%d:%d:" % (file, row)))
+
+
+def _content_key(data_set: DataSet, columns: Sequence[str], root: Path) -> str:
+    """Return the key of a data set. The hash of files is remembered as long as they do not change.
+
+    A changed file has another time of its last change (ctime), even if its size and mtime are set
+    to those of before.
+    """
+    facts = [_VERSION, _fingerprint(data_set, root), *sorted(columns)]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _fingerprint(data_set: DataSet, root: Path) -> str:
+    place = Path(data_set.path)
+    paths = [Path(name) for name in data_set.files]
+    if not paths and place.is_dir():
+        paths = sorted(path for path in place.rglob("*") if path.is_file())
+    if not paths:  # a hub id
+        return data_set.fingerprint()
+    stats = [[str(path.absolute()), *_identity(path)] for path in paths]
+    name = json.dumps([str(place.absolute()), data_set.name, data_set.split])
+    memo = root / f"fingerprint-{hashlib.sha256(name.encode()).hexdigest()}.json"
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        known = json.loads(memo.read_text())
+        if known["stats"] == stats:
+            return str(known["fingerprint"])
+    hashed_at = time.time()
+    fingerprint = data_set.fingerprint()
+    newest = max(os.stat(path).st_ctime for path in paths)
+    if newest < hashed_at - _CLOCK_SECONDS:
+        with suppress(OSError):
+            replace_file(memo, json.dumps({"stats": stats, "fingerprint": fingerprint}))
+    return fingerprint
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def read_check(records: CachedRecords, key: str) -> Mapping[str, int] | None:
+    """Return the stored result of a check: numbers by name; None if there is none."""
+    if records.directory is None:
+        return None
+    try:
+        stored = json.loads((records.directory / f"checks-{key}.json").read_text())
+        text = json.dumps(stored["result"], sort_keys=True)
+        return stored["result"] if zlib.crc32(text.encode()) == stored["checksum"] else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_check(records: CachedRecords, key: str, result: Mapping[str, int]) -> None:
+    """Store the result of a check, unless the cache cannot be written."""
+    if records.directory is None:
+        return
+    checksum = zlib.crc32(json.dumps(dict(result), sort_keys=True).encode())
+    with suppress(OSError):
+        replace_file(
+            records.directory / f"checks-{key}.json",
+            json.dumps({"result": dict(result), "checksum": checksum}),
+        )
+
+
+class States:
+    """Whether each record of a data set gives an item: used, left out, or not known yet.
+
+    The states are bytes in memory, one a record, and in a file that later attempts read. Any other
+    byte than the two codes means that the state is not known, so damage only costs time.
+    """
+
+    USED, LEFT_OUT = 0xA5, 0x5A
+
+    def __init__(self, records: CachedRecords, key: str) -> None:
+        """`key`: of the settings that decide which records are left out; "": keep no file."""
+        self.values: NDArray[np.uint8] = np.zeros(len(records), np.uint8)
+        self._descriptor: int | None = None
+        if records.directory is None or not key:
+            return
+        with suppress(OSError):
+            path = records.directory / f"states-{key}.u8"
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            stored = np.fromfile(path, np.uint8, len(self.values))
+            self.values[: len(stored)] = stored
+
+    def is_known(self, index: int) -> bool:
+        """Return whether the state of a record is known."""
+        return self.values[index] in (self.USED, self.LEFT_OUT)
+
+    def set(self, index: int, *, used: bool) -> None:
+        """Store the state of a record."""
+        value = self.USED if used else self.LEFT_OUT
+        if self.values[index] == value:
+            return
+        self.values[index] = value
+        if self._descriptor is not None:
+            with suppress(OSError):  # a full disk costs the next attempt time
+                os.pwrite(self._descriptor, bytes([value]), index)
+
+
+def cached_sizes() -> dict[str, int]:
+    """Return the bytes of each part of the cache: records, files, stores."""
+    return {
+        place.name: sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
+        for place in sorted(cache_directory().glob("*"))
+        if place.is_dir()
+    }
+
+
+def clear_records() -> None:
+    """Delete all cached records. Running jobs keep the files that they have open."""
+    shutil.rmtree(records_directory(), ignore_errors=True)
