@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from itertools import islice
 from typing import Annotated
 
 import typer
@@ -47,7 +48,7 @@ EXIT_CODE_MEANINGS = {
 EPILOG = "\b\nExit codes:\n" + "\n".join(
     f"  {code.value:<4} {meaning}" for code, meaning in EXIT_CODE_MEANINGS.items()
 )
-GLOBAL_OPTIONS = ("--server", "--json", "-q", "--quiet", "-v", "--verbose", "--no-color")
+_FLAGS = ("--json", "-q", "--quiet", "-v", "--verbose", "--no-color")
 
 app = typer.Typer(
     name="distill",
@@ -134,10 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The options may not parse, so the format of errors is found by searching for the flags.
     is_plain = "--no-color" in arguments or bool(os.environ.get("NO_COLOR"))
     output = Output(as_json="--json" in arguments, color=not is_plain)
-    if "--json" in arguments and "--" not in arguments[: arguments.index("--json")]:
-        # The one global option that is also accepted after the command.
-        arguments.remove("--json")
-        arguments.insert(0, "--json")
+    arguments = _move_global_options(arguments)
     try:
         command = typer.main.get_command(app)
         code = command.main(arguments, prog_name="distill", standalone_mode=False)
@@ -160,6 +158,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(ExitCode.JOB_FAILED)
 
 
+def _move_global_options(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with the global options first, also those after the command."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    moved_options, others = [], []
+    remaining = iter(arguments[:end])
+    for argument in remaining:
+        if argument == "--server":
+            moved_options += [argument, *islice(remaining, 1)]
+        elif argument in _FLAGS or argument.startswith("--server="):
+            moved_options.append(argument)
+        else:
+            others.append(argument)
+    return [*moved_options, *others, *arguments[end:]]
+
+
 def _report_usage_error(error: typer.TyperException, output: Output) -> int:
     message = error.format_message().replace("Value error, ", "")  # pydantic's prefix
     context: typer.Context | None = getattr(error, "ctx", None)
@@ -168,7 +181,5 @@ def _report_usage_error(error: typer.TyperException, output: Output) -> int:
         return int(ExitCode.USAGE)
     path = context.command_path if context is not None else "distill"
     hint = f"see {path} --help"
-    if getattr(error, "option_name", "") in GLOBAL_OPTIONS:
-        hint = f"put global options before the command: distill {error.option_name} ..."  # type: ignore[attr-defined]
     output.fail(InvalidInput(message.rstrip(".?"), hint=hint))
     return int(ExitCode.USAGE)

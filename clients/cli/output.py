@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,17 +39,20 @@ class Output:
         """Print a table.
 
         With --json: one object with all keys of `rows` under `name`. Else: the columns `columns`,
-        aligned and never truncated.
+        aligned. On a terminal, a line that is too long is cut; `distill show` prints all of a job.
         """
         if self.as_json:
             print(json.dumps({name: list(rows)}))
             return
         lines = [[column.upper() for column in columns]]
         lines += [[plain(str(row[column])) for column in columns] for row in rows]
+        is_terminal = sys.stdout.isatty()
+        columns_shown = shutil.get_terminal_size().columns if is_terminal else sys.maxsize
         widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
         for line in lines:
             cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-            print("  ".join(cells).rstrip())
+            text = "  ".join(cells).rstrip()
+            print(text if len(text) <= columns_shown else f"{text[: columns_shown - 3]}...")
 
     def say(self, sentence: str) -> None:
         """Print a message to stderr, unless `quiet`."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from clients.cli.output import Output
-from protos.errors import DistillError
+from protos.errors import DistillError, InvalidInput
 
 if TYPE_CHECKING:
     from clients.jobs.client import DistillClient
@@ -75,7 +75,11 @@ class ClientSettings:
         from clients.jobs.client import DistillClient
 
         self.output.detail(f"server: {self.server}")
-        return DistillClient(self.server)
+        try:
+            return DistillClient(self.server)
+        except InvalidInput as error:
+            error.field = error.field or "--server"
+            raise
 
 
 def settings_of(context: typer.Context) -> ClientSettings:

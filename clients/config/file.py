@@ -18,7 +18,7 @@ from clients.config.sweep import LABEL, SweepFault, SweepPoint, points_of
 from clients.config.tables.after import is_output, named_values, outputs_in
 from clients.data.formats import exists_here
 from clients.data.object_urls import is_object_url, redact_place
-from protos.errors import InvalidInput
+from protos.errors import InvalidInput, NotFound
 
 MAX_BYTES = 64 << 10
 SUFFIXES = (".toml", ".yaml", ".yml")
@@ -127,6 +127,7 @@ def load_jobs(path: Path | str, overrides: Sequence[str] = ()) -> list[JobFile]:
         raise InvalidInput(f"{path}: nested too deeply") from None
     _require_names(drafts, configs)
     _require_points(drafts, configs)
+    _require_order(drafts, configs)
     # Without duplicates: the jobs of a sweep share problems.
     problems = dict.fromkeys(problem for draft in drafts for problem in draft.problems)
     if problems:
@@ -226,6 +227,25 @@ def _require_points(drafts: Sequence[_Draft], configs: Sequence[AnyJob | None]) 
                 )
 
 
+def _require_order(drafts: Sequence[_Draft], configs: Sequence[AnyJob | None]) -> None:
+    """Add a problem to each job that depends on itself or on a job below it in the file."""
+    names = [config.name if config else "" for config in configs]
+    for number, (draft, config) in enumerate(zip(drafts, configs, strict=True)):
+        earlier_names, later_names = names[:number], names[number:]
+        for key, name in references_of(config) if config and len(drafts) > 1 else ():
+            if name in later_names and name not in earlier_names:
+                draft.problems.append(
+                    f"{draft.source(tuple(key.split('.')))}: {key}: job {name!r} is not above"
+                    f" {names[number]!r} in the file; write the job below the jobs it depends on"
+                )
+
+
+def references_of(config: AnyJob) -> list[tuple[str, str]]:
+    """Return (key, name) of each other job that a job names, in `after` or as `@NAME/OUTPUT`."""
+    outputs = [(output.key, output.job) for output in outputs_in(config)]
+    return [*(("after", name) for name in config.after), *outputs]
+
+
 def localized(config: AnyJob) -> AnyJob:
     """Return the job with absolute paths for all files that exist on this machine.
 
@@ -302,7 +322,7 @@ def _read_text(path: Path) -> str:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise InvalidInput(f"{path}: no such file") from None
+        raise NotFound(f"{path}: no such file") from None
     except OSError as error:
         raise InvalidInput(f"{path}: {(error.strerror or str(error)).lower()}") from None
     if len(data) > MAX_BYTES:

@@ -33,6 +33,18 @@ def plain(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def escape_controls(text: str) -> str:
+    """Return `text` with escapes for control characters other than tabs and line breaks.
+
+    For text of several lines from a job. A carriage return within a line, as progress bars send it,
+    becomes a line break.
+    """
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
 def start_logging(form: LogFormat, level: LogLevel, package: str) -> None:
     """Log messages of `level` and above to stderr; from other libraries, only warnings and above.
 

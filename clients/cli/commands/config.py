@@ -38,14 +38,20 @@ def check(context: typer.Context, job: JobFileArgument, sets: SetOption = None) 
 
     All problems of the file are reported at once.
     """
-    from clients.config.file import load_jobs
+    from clients.config.file import load_jobs, references_of
     from clients.preflight.models import check_models
 
     output = settings_of(context).output
-    for file in load_jobs(job, sets or []):
+    files = load_jobs(job, sets or [])
+    for file in files:
         for note in check_models(file.config, here=False):
             output.say(note)
-    output.result({"file": job, "ok": True}, f"{job}: ok")
+    names = {file.config.name for file in files}
+    references = (name for file in files for _, name in references_of(file.config))
+    # Whether these exist, only the server knows.
+    server_jobs = sorted({name for name in references if name not in names or len(files) == 1})
+    needs = f"; needs these jobs of the server: {', '.join(server_jobs)}" if server_jobs else ""
+    output.result({"file": job, "ok": True, "server_jobs": server_jobs}, f"{job}: ok{needs}")
 
 
 @app.command()

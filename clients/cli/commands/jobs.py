@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from clients.jobs.results import Measurement, Result
 
 # The column of the KL; of the loss for sft jobs, of the accuracy for eval jobs.
-KL_OR_LOSS = "kl/loss"
-COLUMNS = ("id", "state", "steps", KL_OR_LOSS, "age", "attempt", "owner", "name", "reason")
+RESULT = "result"
+COLUMNS = ("id", "state", "steps", RESULT, "age", "attempt", "owner", "name", "reason")
 
 
 def ls(
@@ -65,9 +65,10 @@ def ls(
         settings.output.say("no jobs")
         return
     now = time.time()
-    rows = [_job_row(job, now) for job in jobs]
+    rows = [facts_of(job) for job in jobs]
     if not settings.output.as_json:
-        rows = [{**row, KL_OR_LOSS: _kl_or_loss(row), "reason": _state_reason(row)} for row in rows]
+        rows = [_job_row(job, now) for job in jobs]
+        rows = [{**row, RESULT: _format_result(row), "reason": _state_reason(row)} for row in rows]
     has_owners = any(job.owner for job in jobs)
     columns = [column for column in COLUMNS if has_owners or column != "owner"]
     settings.output.table("jobs", rows, columns)
@@ -335,7 +336,7 @@ def _job_row(job: Job, now: float) -> Mapping[str, Any]:
     return {
         **facts_of(job),
         "steps": f"{job.step}/{job.max_steps}",
-        "kl": "-" if kl is None else f"{kl:.4g}{label.removeprefix('kl')}",
+        "kl": "-" if kl is None else f"{kl:.4g} {label}",
         # The clocks of the two machines may differ.
         "age": duration(max(0.0, now - job.created_at)) if job.created_at else "-",
     }
@@ -362,7 +363,7 @@ def _format_measured(measurement: Measurement | None) -> str:
     return f"{measurement.value:.4g}{error} @{measurement.step}"
 
 
-def _kl_or_loss(row: Mapping[str, Any]) -> str:
+def _format_result(row: Mapping[str, Any]) -> str:
     if row["kl"] != "-":
         return str(row["kl"])
     metric_labels = (("cross_entropy", "loss"), ("eval/accuracy", "accuracy"))

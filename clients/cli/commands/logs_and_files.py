@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from clients.cli.commands.plot import JobOrRunArgument
 from clients.cli.output import Output
 from clients.cli.settings import JobArgument, settings_of
 from protos.errors import ExitCode, InvalidInput
+from protos.program.logs import escape_controls
 
 if TYPE_CHECKING:
     from clients.jobs.artifacts import Checkpoint
@@ -43,6 +45,11 @@ def logs(
             if settings.output.as_json:
                 for line in decode_lines(chunks):
                     print(json.dumps({"line": line}), flush=True)
+            elif sys.stdout.isatty():
+                # A log must not control the terminal.
+                decoder = getincrementaldecoder("utf-8")("replace")
+                for chunk in chunks:
+                    print(escape_controls(decoder.decode(chunk)), end="", flush=True)
             else:
                 for chunk in chunks:
                     sys.stdout.buffer.write(chunk)

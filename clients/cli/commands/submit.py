@@ -89,8 +89,7 @@ def submit(
             if handle.phase.startswith("WAITING"):  # for a teacher
                 output.say(handle.phase)
         if follow:
-            codes = [watch_job(client, handle.id, output, timeout) for handle in handles]
-            return next((code for code in codes if code is not ExitCode.OK), ExitCode.OK)
+            return _watch_jobs(client, [handle.id for handle in handles], output, timeout)
     sweeps = [handle.labels[LABEL] for handle in handles if LABEL in handle.labels]
     for sweep in dict.fromkeys(sweeps):
         output.say(f"  distill table --label {quote(f'{LABEL}={sweep}')}    compare its jobs")
@@ -161,6 +160,25 @@ def watch(context: typer.Context, job: JobArgument, timeout: TimeoutOption = Non
     settings = settings_of(context)
     with settings.client() as client:
         return watch_job(client, client.get(job).id, settings.output, timeout)
+
+
+def _watch_jobs(
+    client: DistillClient, job_ids: Sequence[str], output: Output, timeout: float | None
+) -> ExitCode:
+    """Show the progress of jobs, one after the other, and return the first code that is not OK.
+
+    Ctrl-C ends the command. `timeout` is for all jobs together.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    codes = []
+    for number, job_id in enumerate(job_ids, start=1):
+        seconds = None if deadline is None else max(0.001, deadline - time.monotonic())
+        codes.append(watch_job(client, job_id, output, seconds))
+        if codes[-1] is ExitCode.INTERRUPTED:
+            if number < len(job_ids):
+                output.say(f"{len(job_ids) - number} further jobs continue; see distill ls")
+            return ExitCode.INTERRUPTED
+    return next((code for code in codes if code is not ExitCode.OK), ExitCode.OK)
 
 
 def watch_job(

@@ -106,9 +106,8 @@ def run_attempt(
 ) -> tuple[JobView, ExitCode]:
     """Run one attempt to its end and show its progress. Only for the main thread (signal handlers).
 
-    Returns the job's final view, and the trainer's exit code: INTERRUPTED if the user killed the
-    trainer, JOB_FAILED for a code that is no ExitCode. `inherited`: file descriptors that the
-    trainer inherits.
+    Returns the job's final view, and the trainer's exit code: INTERRUPTED after Ctrl-C, JOB_FAILED
+    for a code that is no ExitCode. `inherited`: file descriptors that the trainer inherits.
     """
     config = run.config()
     progress = JobView(run.path.name, attempt=attempt, max_steps=config.max_steps)
@@ -133,7 +132,7 @@ def run_attempt(
             final_event = follower.trainer_died(*_final_reason(trainer.returncode, signals.kill))
             progress.add(final_event)
             view.show(final_event)
-    if signals.kill:
+    if signals.is_interrupted:
         return progress, ExitCode.INTERRUPTED
     is_exit_code = trainer.returncode in {code.value for code in ExitCode}
     return progress, ExitCode(trainer.returncode) if is_exit_code else ExitCode.JOB_FAILED
@@ -151,7 +150,7 @@ class _StopSignals:
     def __init__(self, run: RunDirectory, output: Output) -> None:
         self._run = run
         self._output = output
-        self._stop_requested = self.kill = False
+        self._stop_requested = self.kill = self.is_interrupted = False
 
     def __enter__(self) -> _StopSignals:
         self._previous_handlers = {
@@ -164,6 +163,7 @@ class _StopSignals:
             signal.signal(number, handler)
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        self.is_interrupted = self.is_interrupted or number == signal.SIGINT
         self.kill = self.kill or (self._stop_requested and number == signal.SIGINT)
         if not self._stop_requested:
             self._stop_requested = True

@@ -66,6 +66,12 @@ def is_output(value: str) -> bool:
     return value.startswith("@")
 
 
+def parse_output(value: str) -> tuple[str, str] | None:
+    """Return job and kind of the output that a value names; None if it names a file."""
+    match = _OUTPUT.fullmatch(value)
+    return None if match is None else (match[1], match[2])
+
+
 def output_of(method: str) -> str:
     """Return the kind of output that a job of this method has for other jobs, or ""."""
     return {"capture": "store", "eval": ""}.get(method, "export")

@@ -36,16 +36,13 @@ def test_no_command_is_help_and_usage(capsys: Capture) -> None:
     [
         (["lss"], "error: No such command 'lss'. Did you mean 'ls'; see distill --help\n"),
         (["show"], "error: Missing argument 'JOB'; see distill show --help\n"),
-        (
-            ["ls", "--server", "x"],
-            "error: No such option: --server; put global options before the",
-        ),
+        (["ls", "--server", "x"], "error: --server: 'x' has no port; give HOST:PORT, such as x:"),
+        (["ls", "--", "--server"], "error: Got unexpected extra argument"),
         (["ls", "--limit", "0"], "error: Invalid value for '--limit': "),
         (["ls", "--state", "x"], "error: Invalid value for '--state': 'x' is not one of 'queued'"),
         (["run"], "error: give either a job file or --resume DIR; see distill run --help\n"),
         (["resume", "x", "--set", "seed=3"], "error: --set seed: a resumed job can only change"),
         (["resume", "x", "--set", "max_steps=0"], "error: max_steps: must be a whole number"),
-        (["config", "check", "none.toml"], "error: none.toml: no such file\n"),
     ],
 )
 def test_wrong_usage_is_one_sentence(capsys: Capture, arguments: list[str], message: str) -> None:
@@ -54,6 +51,29 @@ def test_wrong_usage_is_one_sentence(capsys: Capture, arguments: list[str], mess
     assert captured.err.startswith(message)
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+def test_a_job_file_that_is_missing(capsys: Capture) -> None:
+    assert main(["config", "check", "none.toml"]) == ExitCode.NOT_FOUND
+    assert capsys.readouterr().err == "error: none.toml: no such file\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--server", "{0}", "ls"],
+        ["ls", "--server", "{0}"],
+        ["ls", "--server={0}", "--no-color", "-q"],
+        ["ls", "-v", "--limit", "3", "--server", "{0}"],
+    ],
+)
+def test_global_options_may_follow_the_command(
+    capsys: Capture, unused_address: str, arguments: list[str]
+) -> None:
+    """The dashboard's commands have the server last."""
+    words = [word.format(unused_address) for word in arguments]
+    assert main(words) == ExitCode.UNREACHABLE
+    assert f"cannot reach the distill server {unused_address}" in capsys.readouterr().err
 
 
 def test_errors_as_json(capsys: Capture) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import distill_server.dashboard
 from clients.cli.app import main
 from clients.cli.commands.logs_and_files import decode_lines
 from clients.config.on_policy import OnPolicyJob
@@ -161,21 +164,83 @@ def test_ls(capsys: Capture, client: type[ScriptedClient], monkeypatch: pytest.M
     assert main(["ls", "--state", "failed", "--limit", "3"]) == 0
     assert client.calls == [("list", JobState.FAILED, 3)]
     head, first_row, second_row = capsys.readouterr().out.splitlines()
-    assert head.split()[:4] == ["ID", "STATE", "STEPS", "KL/LOSS"]
-    assert first_row.split()[:4] == ["on-policy-x-7f3a", "RUNNING", "12/50", "0.25"]
+    assert head.split()[:4] == ["ID", "STATE", "STEPS", "RESULT"]
+    assert first_row.split()[:5] == ["on-policy-x-7f3a", "RUNNING", "12/50", "0.25", "kl"]
     assert second_row.endswith("no teacher")
     assert main(["--json", "ls"]) == 0
     rows = json.loads(capsys.readouterr().out)["jobs"]
     bounded = make_job(metrics={"kl/teacher_bound": 0.5})
     monkeypatch.setattr(client, "list", lambda *_, **__: [bounded])
     assert main(["ls"]) == 0
-    assert "12/50  0.5 bound  " in capsys.readouterr().out
+    assert "12/50  0.5 kl bound  " in capsys.readouterr().out
     sft = make_job(metrics={"loss": 0.4, "cross_entropy": 0.75})
     monkeypatch.setattr(client, "list", lambda *_, **__: [sft])
     assert main(["ls"]) == 0
     assert "12/50  0.75 loss  " in capsys.readouterr().out
-    assert {column.lower() for column in head.split()} - {"kl/loss"} | {"kl"} <= set(rows[0])
-    assert "kl/loss" not in rows[0]
+    values = {"id", "state", "step", "max_steps", "metrics", "attempt", "owner", "name", "reason"}
+    assert values <= rows[0].keys()
+    assert not {"steps", "kl", "age", "result"} & rows[0].keys(), "texts for people"
+
+
+def test_a_terminal_shows_lines_of_its_width(
+    capsys: Capture, client: type[ScriptedClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(JobState.FAILED, reason="why " * 50)
+    monkeypatch.setattr(client, "list", lambda *_, **__: [job])
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["ls"]) == 0
+    head, row = capsys.readouterr().out.splitlines()
+    assert len(row) == 80
+    assert row.endswith("...")
+    assert head.endswith("REASON")
+
+
+def test_the_commands_of_the_job_page(client: type[ScriptedClient]) -> None:
+    script = Path(distill_server.dashboard.__file__).parent / "static" / "commands_view.js"
+    words = re.findall(r"`(\w+ \$\{id\}[^`]*)`", script.read_text())
+    (template,) = re.findall(r"`(distill \$\{words\}[^`]*)`", script.read_text())
+    assert len(words) == 5
+    for command in words:
+        text = template.replace("${words}", command.replace("${id}", "x-7f3a"))
+        _, *arguments = shlex.split(text.replace("${server}", "localhost:1"))
+        assert main(arguments) == 0, text
+
+
+def test_ctrl_c_while_the_jobs_of_a_file_are_watched(
+    capsys: Capture,
+    client: type[ScriptedClient],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    jobs = [make_job(JobState.QUEUED, id=f"job-{number}") for number in range(3)]
+    submit_all = lambda self, configs, **_: jobs[: len(configs)]  # noqa: E731
+    monkeypatch.setattr(client, "submit_all", submit_all, raising=False)
+    client.events = (make_event(1, JobState.RUNNING), KeyboardInterrupt())
+    path = tmp_path / "sweep.toml"
+    path.write_text(
+        'student.model = "org/m"\ndata.path = "org/d"\nteacher.address = "h:1"\n'
+        "[sweep]\nseed = [1, 2, 3]\n"
+    )
+    assert main(["submit", str(path), "-f"]) == ExitCode.INTERRUPTED
+    error = capsys.readouterr().err
+    assert error.count("continues; to watch the job again") == 1
+    assert "2 further jobs continue" in error
+
+
+def test_a_log_does_not_drive_the_terminal(
+    capsysbinary: pytest.CaptureFixture[bytes],
+    client: type[ScriptedClient],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log = b"5%\r100%\r\nred \x1b[31m\x1b]0;title\x07\tb\xc3"
+    monkeypatch.setattr(client, "logs", lambda *_, **__: iter((log, b"\xa4\n")))
+    assert main(["logs", "x"]) == 0
+    assert capsysbinary.readouterr().out == log + b"\xa4\n", "a pipe gets its bytes"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert main(["logs", "x"]) == 0
+    expected = "5%\n100%\nred \\x1b[31m\\x1b]0;title\\x07\tb\u00e4\n"
+    assert capsysbinary.readouterr().out.decode() == expected
 
 
 def test_show_cancel_resume_pull(capsys: Capture, client: type[ScriptedClient]) -> None:

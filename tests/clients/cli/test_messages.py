@@ -23,7 +23,9 @@ Capture = pytest.CaptureFixture[str]
 def test_an_address_without_a_port_is_refused(address: str, capsys: Capture) -> None:
     assert main(["--server", address, "ls"]) == ExitCode.USAGE
     error_text = capsys.readouterr().err
-    assert error_text.startswith(f"error: '{address}' has no port; give HOST:PORT, such as ")
+    assert error_text.startswith(
+        f"error: --server: '{address}' has no port; give HOST:PORT, such as "
+    )
     assert error_text.endswith(":50051\n")
 
 

@@ -187,7 +187,7 @@ def test_a_directory_of_another_job_is_not_resumed(
     capsys.readouterr()
     assert main(["run", job, "--dir", "mine", "--set", "max_steps=3"]) == ExitCode.USAGE
     assert "--dir: mine was created with max_steps = 2, not 3" in capsys.readouterr().err
-    assert main(["run", "none.toml", "--dir", "mine"]) == ExitCode.USAGE
+    assert main(["run", "none.toml", "--dir", "mine"]) == ExitCode.NOT_FOUND
     assert "none.toml" in capsys.readouterr().err
     assert main(["run", job, "--dir", ""]) == ExitCode.USAGE
     assert "--dir: is empty" in capsys.readouterr().err
@@ -304,7 +304,7 @@ def test_ctrl_c_stops_after_a_checkpoint(
         tell("cancelled", "", 1, reason="asked to stop")
     """)
     thread = send_signals(has_metrics, signal.SIGINT)
-    assert main(["run", job_file()]) == ExitCode.JOB_CANCELLED
+    assert main(["run", job_file()]) == ExitCode.INTERRUPTED
     thread.join()
     captured = capsys.readouterr()
     assert "stopping after a checkpoint; press Ctrl-C again to kill the job" in captured.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from clients.cli.app import main
 from clients.config.file import MAX_BYTES, load_job, localized
 from clients.config.on_policy import OnPolicyJob
 from clients.config.tables.common import LoraConfig
-from protos.errors import ExitCode, InvalidInput
+from protos.errors import ExitCode, InvalidInput, NotFound
 from tests.documents import blocks
 
 Write = Callable[..., str]
@@ -172,8 +173,28 @@ def test_yaml_mistakes(job_file: Write, text: str, expected: str) -> None:
     assert error_message_of(job_file(text, "a.yaml")).startswith(expected)
 
 
+@pytest.mark.parametrize("after", ['after = "{}"', 'student.model = "@{}/export"'])
+def test_jobs_that_depend_on_each_other(job_file: Write, after: str) -> None:
+    job = '[[job]]\nname = "{}"\n{}\ndata.path = "org/d"\nteacher.address = "h:1"\n{}\n'
+    model = 'student.model = "org/m"' if after.startswith("after") else ""
+    first, second = (
+        job.format("a", model, after.format("b")),
+        job.format("b", model, after.format("a")),
+    )
+    message = error_message_of(job_file(first + second))
+    key = after.partition(" ")[0]
+    assert re.match(rf"job\.toml:\d: {key}: job 'b' is not above 'a' in the file; write", message)
+    itself = job.format("a", 'student.model = "org/m"', 'after = "a"')
+    other = job.format("b", 'student.model = "org/m"', "")
+    assert "job 'a' is not above 'a'" in error_message_of(job_file(itself + other))
+    assert "job 'b' is not above 'a'" in error_message_of(
+        job_file(job.format("a", 'student.model = "org/m"', 'after = ["server-job", "b"]') + other)
+    )
+
+
 def test_files_that_cannot_be_read(job_file: Write, tmp_path: Path) -> None:
-    assert error_message_of("none.toml") == "none.toml: no such file"
+    with pytest.raises(NotFound, match=r"none\.toml: no such file"):
+        load_job("none.toml")
     assert (
         error_message_of(job_file("{}", "a.json"))
         == "a.json: a job file ends in .toml, .yaml or .yml"
