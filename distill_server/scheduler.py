@@ -100,6 +100,9 @@ class Scheduler:
         # The monotonic time at which a cancelled attempt is killed.
         self._kill_at: dict[tuple[str, int, str], float] = {}
 
+        # Called before the end of an attempt is judged; see JobControl.store_late_cancels.
+        self.store_late_cancels: Callable[[], None] = lambda: None
+
     def wake(self) -> None:
         """Make the scheduler poll at once. Call it on the event loop."""
         self._awake.set()
@@ -285,6 +288,7 @@ class Scheduler:
             is_cancelling=is_cancelling,
         )
         observation = await self._call_files(job, poll)
+        self.store_late_cancels()
         job = self._store.job(job.id)  # a user may have cancelled the job meanwhile
         runner_phase = observation.outcome.phase if isinstance(observation.outcome, Running) else ""
         changes = progress_changes(job, observation.status, observation.points, runner_phase)

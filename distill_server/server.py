@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from distill_server.jobs.change_notifier import ChangeNotifier
 from distill_server.jobs.control import JobControl
 from distill_server.jobs.database import open_database
+from distill_server.jobs.new_runs import settle_new_runs
 from distill_server.jobs.preflight import Preflight
 from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.runs_owner import own_runs
@@ -75,6 +76,7 @@ async def run_server(
     database = database or runs / "server.sqlite"
     with open_database(database) as connection, own_runs(runs, database, connection):
         store = JobStore(connection, lambda job_id: _on_job_change(job_id, store, notifier, on_end))
+        settle_new_runs(store, runs)
         files, tokens = RunFiles(), endpoint.tokens
         audit = Audit(database.with_name(AUDIT_FILE), tokens)
         quotas = Quotas(connection, store, tokens.quotas)
@@ -90,6 +92,7 @@ async def run_server(
             stop_trainer=partial(runner.stop, now=False),
             let_wait=scheduler.waits.begin_at_submit,
         )
+        scheduler.store_late_cancels = control.store_late_cancels
         streams, uploads = Streams(store, runs, notifier, files), Uploads(runs)
         removals = Removals(connection, store, runs, files, notifier.notify)
         service = DistillService(

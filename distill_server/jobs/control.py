@@ -8,6 +8,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -19,12 +20,13 @@ from clients.jobs.job import Job, JobState
 from clients.runs.directory import RunDirectory
 from clients.runs.identity import run_ids
 from distill_server.jobs.job_file import parse_config
+from distill_server.jobs.new_runs import name_run, unnamed_run
 from distill_server.jobs.observation import request_stop
 from distill_server.jobs.preflight import Preflight, accept_all
 from distill_server.jobs.rows import NewJob
 from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import Attempt, Change, JobStore
-from distill_server.pipelines.linking import LinkedJob, link_job
+from distill_server.pipelines.linking import LinkedJob, link_job, with_known_models
 from distill_server.runners.machine import ONE_JOB, Machine
 from protos.errors import DistillError, InvalidInput, Overloaded, Unavailable, WrongState
 from protos.rpc.failpoints import failpoint
@@ -35,6 +37,8 @@ log = logging.getLogger(__name__)
 _KEY_CHARS = 200
 # Far more than any job file needs. The limit bounds the time of parsing on the event loop.
 _TEXT_CHARS = 256 << 10
+
+_STARTED = (JobState.PREPARING, JobState.RUNNING)
 
 # The configuration as JSON, the text of the job file, and the idempotency key.
 Submission: TypeAlias = tuple[str, str, str]
@@ -82,6 +86,7 @@ class JobControl:
         self._files = files or RunFiles()
         self._stop_trainer = stop_trainer
         self._let_wait = let_wait
+        self._late_cancels: set[str] = set()
 
     async def check(self, *configs_json: str) -> None:
         """Raise the errors that `submit_checked` would raise, without queueing the jobs.
@@ -131,8 +136,9 @@ class JobControl:
         """Cancel a job. The trainer first writes a checkpoint, unless `now`.
 
         A repeated call has no further effect. If the request to stop cannot be written (a full
-        disk), the trainer gets SIGTERM. Raises NotFound if there is no such job, WrongState if the
-        job has succeeded or failed, Unavailable if the database cannot be written.
+        disk), the trainer gets SIGTERM, and the state is stored later. Raises NotFound if there is
+        no such job, WrongState if the job has succeeded or failed, Unavailable if the new state of
+        a queued job cannot be stored.
         """
         job = self._store.resolve(text)
         match job.state:
@@ -149,12 +155,32 @@ class JobControl:
                 )
         # Store CANCELLING first: the job of a trainer that stops while RUNNING is queued again.
         if job.state is not JobState.CANCELLING:
-            job = self._store.change(job.id, Change(JobState.CANCELLING))
+            job = self._store_cancel(job)
         failpoint("cancel-stored")
         await self._request_stop(job, now=now)
         failpoint("trainer-told")
         self._wake()
         return job
+
+    def _store_cancel(self, job: Job) -> Job:
+        """Store that a job is being cancelled; if the disk is full, `store_late_cancels` does."""
+        try:
+            return self._store.change(job.id, Change(JobState.CANCELLING))
+        except Unavailable as error:
+            log.warning("job %s: cancelled, which is stored later: %s", job.id, error.message)
+            self._late_cancels.add(job.id)
+            return replace(job, state=JobState.CANCELLING)
+
+    def store_late_cancels(self) -> None:
+        """Store the cancels of running jobs that could not be stored. Raises Unavailable.
+
+        The scheduler calls this before it stores the end of an attempt: a trainer that has stopped
+        for a cancel must not be started again.
+        """
+        for job_id in sorted(self._late_cancels):
+            if self._store.has(job_id) and self._store.job(job_id).state in _STARTED:
+                self._store.change(job_id, Change(JobState.CANCELLING))
+            self._late_cancels.discard(job_id)
 
     async def resume_checked(self, text: str, *, max_steps: int, from_step: int) -> Job:
         """Run the preflight, then `resume`. Also raises the preflight's DistillError."""
@@ -221,14 +247,17 @@ class JobControl:
     async def _check_job(self, config: AnyJob, configs: Sequence[AnyJob]) -> DistillError | None:
         with _naming_job(config, configs):
             self._require_place(config)
-            # Outputs of other jobs are checked when the job starts.
-            if not outputs_in(config):
-                try:
-                    await self._preflight(config, self._runs)
-                except Unavailable as error:
-                    if self._let_wait is None or not error.field.startswith("teacher"):
-                        raise
-                    return error
+            checked_config = with_known_models(config, configs, self._store.find)
+            if checked_config is None:  # a store of another job is checked when the job starts
+                return None
+            try:
+                await self._preflight(checked_config, self._runs)
+            except Unavailable as error:
+                if outputs_in(config):
+                    return None  # the job checks it again after the other jobs
+                if self._let_wait is None or not error.field.startswith("teacher"):
+                    raise
+                return error
         return None
 
     def _link_jobs(self, configs: Sequence[AnyJob]) -> list[tuple[str, LinkedJob]]:
@@ -281,7 +310,9 @@ class JobControl:
             )
         ]
         try:
-            # Create the directories first: every acknowledged job must have one.
+            # Create the directories first: every acknowledged job must have one. They get the ids
+            # as names when the jobs are stored, so a server that is killed before leaves none that
+            # looks like the directory of a job.
             for new_job, (_, text, _) in zip(new_jobs, requests, strict=True):
                 # The text of a file with several jobs is sent with the first job only.
                 self._create_run(new_job.id, new_job.config, text or requests[0][1])
@@ -289,13 +320,15 @@ class JobControl:
             jobs = self._store.add_all(new_jobs)
         except Exception:
             for new_job in new_jobs:
-                shutil.rmtree(self._runs / new_job.id, ignore_errors=True)
+                shutil.rmtree(unnamed_run(self._runs, new_job.id), ignore_errors=True)
             raise
         jobs = [
             self._let_wait(job, problem) if problem and self._let_wait else job
             for job, problem in zip(jobs, problems, strict=True)
         ]
         failpoint("job-stored")
+        for new_job in new_jobs:
+            name_run(self._runs, new_job.id)
         self._wake()
         return jobs
 
@@ -340,7 +373,7 @@ class JobControl:
         # job starts. Three more fsync calls would make a submit three times as long.
         with _disk_errors():
             RunDirectory.create(
-                self._runs / job_id,
+                unnamed_run(self._runs, job_id),
                 config,
                 config_text,
                 suffix=_guess_suffix(config_text),

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from clients.config.file import replaced
 from clients.config.kinds import AnyJob, parse_job
-from clients.config.tables.after import JobOutput, output_of, outputs_in
+from clients.config.tables.after import JobOutput, output_of, outputs_in, parse_output
 from clients.jobs.artifacts import artifact_root
 from clients.jobs.job import Job, JobState
 from clients.runs.directory import RunDirectory
@@ -18,6 +18,8 @@ from protos.errors import InvalidInput, NotFound, WrongState
 
 # Returns the job that has the given name or id; raises NotFound or InvalidInput.
 FindJob: TypeAlias = Callable[[str], Job]
+# Of models that are exports of jobs whose students are exports.
+_MAX_DEPTH = 100
 _WITH_ARTICLE = {"store": "a store", "export": "an export"}
 
 
@@ -77,6 +79,29 @@ def link_job(configs: Sequence[AnyJob], ids: Sequence[str], index: int, find: Fi
         config = replaced(config, output.key, str(JobOutput(output.key, job_id, output.kind)))
         dependencies.append(job_id)
     return LinkedJob(config, tuple(dict.fromkeys(dependencies)))
+
+
+def with_known_models(config: AnyJob, configs: Sequence[AnyJob], find: FindJob) -> AnyJob | None:
+    """Return the job with the student of job J in place of `@J/export`, for checks of the job.
+
+    The export has the vocabulary and the sizes of J's student, which is itself followed to a model
+    that exists. `configs` are the jobs of the submission. None: the job reads a store, or a model
+    whose student is not known. Raises the errors of `find`.
+    """
+    for output in outputs_in(config):
+        student, depth = str(output), 0
+        while (named_output := parse_output(student)) is not None:
+            name, kind = named_output
+            depth += 1
+            if kind != "export" or depth > _MAX_DEPTH:
+                return None
+            source = next((earlier for earlier in configs if earlier.name == name), None)
+            source = source or parse_job(find(name).config_json)
+            if source.trained_student is None:
+                return None
+            student = source.trained_student.model
+        config = replaced(config, output.key, student)
+    return config
 
 
 def with_paths(config: AnyJob, runs: Path, jobs: Mapping[str, Job]) -> AnyJob:

@@ -59,6 +59,11 @@ def trainer_environment(
     return {**variables, "OMP_NUM_THREADS": str(threads_of(share, processes)), **fixed_variables}
 
 
+def without_trackers(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables without those of experiment trackers, such as WANDB_API_KEY."""
+    return {name: value for name, value in variables.items() if not name.startswith("WANDB_")}
+
+
 def threads_of(share: Share, processes: int) -> int:
     """Return the number of CPU threads of each process, at least 1."""
     return max(1, share.cpus // processes)

@@ -116,7 +116,7 @@ class StartedTeachers:
         self._machine: Machine = policy.machine
         self._files = files
         self._wake = wake
-        self._runner = LocalRunner(command=homes.command)
+        self._runner = LocalRunner(command=homes.command, has_trackers=False)
         self._users: Mapping[str, Sequence[str]] = {}
         now = time.monotonic()
         # Teachers of an earlier server; those that do not run are removed when they are polled.

@@ -81,6 +81,11 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ArmedServ
     server = ArmedServer(tmp_path / "runs", request.param)
     server.start()
     yield server
+    if server.process is not None:
+        with DistillClient(server.address) as client:
+            names = {job.id for job in client.list(limit=100)}
+        directories = {path.name for path in server.runs.iterdir() if path.is_dir()}
+        assert directories - {".teachers"} == names, "no directory is left without a job"
     server.history.check(server.runs, server.slots)
     server.clean_up()
 

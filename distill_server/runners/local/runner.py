@@ -38,7 +38,11 @@ from distill_server.runners.local.shim_files import (
     kill_processes,
 )
 from distill_server.runners.machine import Share
-from distill_server.runners.trainer_environment import attempt_tokens, trainer_environment
+from distill_server.runners.trainer_environment import (
+    attempt_tokens,
+    trainer_environment,
+    without_trackers,
+)
 
 # The longest time from a shim's claim to its shim.json: milliseconds, unless the machine is busy.
 _START_SECONDS = 30.0
@@ -50,8 +54,12 @@ class LocalRunner:
     Thread-safe, if calls for the same run directory do not overlap. Only `stop` may overlap others.
     """
 
-    def __init__(self, *, command: CommandFactory = trainer_command) -> None:
+    def __init__(
+        self, *, command: CommandFactory = trainer_command, has_trackers: bool = True
+    ) -> None:
+        """`has_trackers`: false for programs that must not get the keys of trackers."""
         self._command = command
+        self._has_trackers = has_trackers
         # Shims that this server started. They must be waited for, or they stay zombies.
         self._children: dict[Path, subprocess.Popen[bytes]] = {}
         self._lock = threading.Lock()  # guards `_children`
@@ -84,6 +92,8 @@ class LocalRunner:
             str(KILL_GRACE_SECONDS),
         ]
         environment = trainer_environment(os.environ, share, processes)
+        if not self._has_trackers:
+            environment = without_trackers(environment)
         environment |= {**attempt_tokens(run.path.name, attempt), FENCE: fence}
         with log.open("ab") as output:
             child = subprocess.Popen(

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from clients.config.kinds import AnyJob
 from clients.jobs.job import JobState
 from clients.runs.directory import Control, RunDirectory
 from distill_server.jobs.control import JobControl
 from distill_server.jobs.database import open_database
-from distill_server.jobs.store import JobStore
+from distill_server.jobs.new_runs import settle_new_runs, unnamed_run
+from distill_server.jobs.store import Change, JobStore
 from distill_server.rpc.encode import decode_state
 from protos.errors import InvalidInput, NotFound, Unavailable
 from tests.distill_server.conftest import job_config
@@ -197,3 +199,74 @@ def test_texts_are_bounded(control: JobControl) -> None:
 def test_a_state_that_is_none() -> None:
     with pytest.raises(InvalidInput, match="no job state with number 99"):
         decode_state(99)  # type: ignore[arg-type]
+
+
+def test_a_running_job_is_cancelled_on_a_full_disk(
+    tmp_path: Path, connection: sqlite3.Connection
+) -> None:
+    """The request reaches the trainer; the state is stored when the disk has space again."""
+    (tmp_path / "runs").mkdir()
+    store = JobStore(connection, on_change=lambda job_id: None)
+    stopped: list[int] = []
+    control = JobControl(
+        store,
+        tmp_path / "runs",
+        wake=lambda: None,
+        stop_trainer=lambda run, attempt: stopped.append(attempt),
+    )
+    job_id = submit(control)
+    store.change(job_id, Change(JobState.PREPARING), Change(JobState.RUNNING))
+    connection.execute("PRAGMA query_only = ON")  # as on a full disk
+    assert asyncio.run(control.cancel(job_id, now=False)).state is JobState.CANCELLING
+    assert RunDirectory(tmp_path / "runs" / job_id).read_control() == Control("checkpoint")
+    assert store.job(job_id).state is JobState.RUNNING
+    with pytest.raises(Unavailable):
+        control.store_late_cancels()
+    connection.execute("PRAGMA query_only = OFF")
+    control.store_late_cancels()
+    assert store.job(job_id).state is JobState.CANCELLING
+    control.store_late_cancels()
+    assert store.events(job_id, 0, 100)[-1].state is JobState.CANCELLING
+
+
+def test_directories_that_a_killed_server_has_left(
+    tmp_path: Path, connection: sqlite3.Connection, control: JobControl
+) -> None:
+    runs = tmp_path / "runs"
+    stored = submit(control)
+    (runs / stored).rename(unnamed_run(runs, stored))  # killed before the rename
+    unnamed_run(runs, "never-stored").mkdir()
+    (runs / "of-a-user").mkdir()
+    settle_new_runs(JobStore(connection, on_change=lambda job_id: None), runs)
+    assert {path.name for path in runs.iterdir()} == {stored, "of-a-user"}
+    assert RunDirectory(runs / stored).config().max_steps == 5
+
+
+def test_a_later_stage_is_checked_with_the_model_of_the_first(tmp_path: Path) -> None:
+    """Before, its faults were found when the first stages had ended."""
+    checked: list[str] = []
+
+    async def check(config: AnyJob, run: Path) -> None:
+        assert config.trained_student is not None
+        checked.append(config.trained_student.model)
+        if config.name == "third":
+            raise InvalidInput("is too large", field="method.top_k")
+
+    async def check_all(control: JobControl, *configs: dict[str, object]) -> None:
+        await control.check(*(json.dumps(config) for config in configs))
+
+    def stage(name: str, model: str) -> dict[str, object]:
+        return job_config(name).model_dump() | {"student": {"model": model}}
+
+    with open_database(tmp_path / "server.sqlite") as connection:
+        store = JobStore(connection, on_change=lambda job_id: None)
+        control = JobControl(store, tmp_path, wake=lambda: None, preflight=check)
+        stages = [stage("first", "tiny"), stage("second", "@first/export")]
+        asyncio.run(check_all(control, *stages))
+        assert checked == ["tiny", "tiny"]
+        with pytest.raises(InvalidInput, match="job 'third': is too large"):
+            asyncio.run(check_all(control, *stages, stage("third", "@second/export")))
+        job_id = control.submit(json.dumps(stage("earlier", "small")), "", "").id
+        checked.clear()
+        asyncio.run(check_all(control, stage("later", f"@{job_id}/export")))
+        assert checked == ["small"]
