@@ -31,7 +31,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients.data.records import DataSet
-from clients.runs.directory import replace_file
 from clients.runs.file_system import lock_file
 from clients.store.copies import cache_directory
 from protos.errors import Corrupt, InvalidInput
@@ -221,7 +220,7 @@ def _make(data_set: DataSet, columns: Sequence[str], directory: Path, root: Path
         size = partial.stat().st_size
         partial.rename(directory / _FILE)
         facts = {"records": count, "bytes": size, "has_bytes": has_bytes}
-        replace_file(directory / _FACTS, json.dumps(facts))
+        _replace(directory / _FACTS, json.dumps(facts))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -239,6 +238,13 @@ def _make(data_set: DataSet, columns: Sequence[str], directory: Path, root: Path
     cached = _open(data_set, directory)
     assert cached is not None, "it was written under the lock"
     return cached
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a small file atomically. After a power cut it may be missing, which costs time."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def _schema() -> Any:
@@ -294,7 +300,7 @@ def _fingerprint(data_set: DataSet, root: Path) -> str:
     newest = max(os.stat(path).st_ctime for path in paths)
     if newest < hashed_at - _CLOCK_SECONDS:
         with suppress(OSError):
-            replace_file(memo, json.dumps({"stats": stats, "fingerprint": fingerprint}))
+            _replace(memo, json.dumps({"stats": stats, "fingerprint": fingerprint}))
     return fingerprint
 
 
@@ -321,7 +327,7 @@ def write_check(records: CachedRecords, key: str, result: Mapping[str, int]) -> 
         return
     checksum = zlib.crc32(json.dumps(dict(result), sort_keys=True).encode())
     with suppress(OSError):
-        replace_file(
+        _replace(
             records.directory / f"checks-{key}.json",
             json.dumps({"result": dict(result), "checksum": checksum}),
         )
