@@ -65,7 +65,7 @@ def _kill_repeatedly(settings: Mapping[str, str], store: Path, files: int, kills
                 start_new_session=True,
             )
         try:
-            started_files = 1 + number * (files - 1) // kills
+            started_files = 2 + number * (files - 2) // kills  # the first one is complete
             _wait_for(store, started_files, process, SECONDS_TO_PROGRESS)
             # At a random point within a file, but before the capture is finished.
             _wait_for(store, started_files + 1, process, random_delays.uniform(0, 0.1))

@@ -111,7 +111,7 @@ class Uploader:
             sources = tuple(local.files.values())
             if sources not in self._paths:
                 self._paths[sources] = self._upload_files(local)
-            job = replaced(job, local.key, os.path.join(self._paths[sources], local.pattern))
+            job = replaced(job, local.key, str(Path(self._paths[sources], local.pattern)))
         return job
 
     def _upload_files(self, local: LocalFiles) -> str:

@@ -93,6 +93,7 @@ def test_a_network_that_breaks_ten_times(breaking_server: BreakingServer, data: 
             (ready,) = client.upload([job_of(data)], report)
         assert proxy.resets >= BREAKS
         assert digest(path_of(ready)) == digest(data)
+        assert ready.data.path == str(path_of(ready)), "the suffix tells the format"
         print(f"sent {proxy.carried_bytes / SIZE:.3f} times its size")
         assert proxy.carried_bytes < SIZE + proxy.resets * MAX_LOST_BYTES
         with DistillClient(proxy.address) as client:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from clients.config.kinds import AnyJob, parse_job
+from clients.config.on_policy import OnPolicyJob
 from clients.data.models.shape import context_of
+from clients.preflight.columns import fit_columns
 from clients.preflight.limits import (
     NO_LIMITS,
     Limits,
@@ -22,6 +24,7 @@ from clients.preflight.limits import (
     resumed_limits,
     write_limits,
 )
+from clients.runs.started_services import connected, write_address
 from protos.errors import InvalidInput
 
 KEYS = {
@@ -51,6 +54,21 @@ def make_job(
     if kind in ("rl", "eval"):
         values["reward"] = {"type": "exact_match"}
     return parse_job(json.dumps(values))
+
+
+def test_a_started_teacher_keeps_its_keys(tmp_path: Path) -> None:
+    """The trainer's job has the address of its teacher beside keys that belong to the model."""
+    job = make_job(
+        tmp_path, "on_policy", teacher={"model": "teacher", "batch_invariant": True, "top_k": 8}
+    )
+    write_address(tmp_path, "localhost:1")
+    assert isinstance(job, OnPolicyJob)
+    started = connected(job, tmp_path)
+    assert fit_columns(started, started.data_files) == fit_columns(job, job.data_files)
+    Path(job.data.path).write_text('{"instruction": "1+1=", "output": "2"}\n')
+    columns, layout = fit_columns(started, started.data_files)
+    assert columns["data.prompt_column"] == "instruction"
+    assert (columns, layout) == fit_columns(job, job.data_files)
 
 
 def lengths(job: AnyJob) -> tuple[int, ...]:
