@@ -87,8 +87,8 @@ seeds. The KL is the exact KL(student||teacher) per token, over the student's an
 held-out questions, in nats. At step 0, the KL is {before:.3f}.
 
 In the table, *ids* is the number of token ids in a row, and *bytes* is the size of a row. The
-column *to exact* compares the losses after the last step. It has the KL of this loss minus the KL
-of the exact loss with the same seed: the mean over the seeds, and its standard error.{missing}
+column *to exact* is the held-out KL after the last step with the loss of the line, minus the KL
+with the exact loss and the same seed: the mean over the seeds, and its standard error.{missing}
 
 ![Held-out KL of each loss](draws-training-{name}.png)
 

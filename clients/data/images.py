@@ -75,7 +75,8 @@ class ImageReader:
         """Return the pixels of at least one encoded image.
 
         Images are decoded one at a time to bound memory. Together they have at most MAX_PIXELS
-        pixels, and `max_tokens` model tokens (None: no limit).
+        pixels, and `max_tokens` model tokens: the context of the model without the other tokens of
+        the sequence (None: no limit).
 
         Raises InvalidInput, naming `field`, if a file is no image, or if a limit is exceeded.
         """
@@ -90,7 +91,8 @@ class ImageReader:
                 and sum(pixels.tokens[0] for pixels in pixels_of_images) > max_tokens
             ):
                 raise InvalidInput(
-                    f"the images have more tokens than the {max_tokens} that are left",
+                    f"the images have more than {max_tokens} tokens, the most that fit in the"
+                    " context of the model with the other tokens of the sequence",
                     field=field,
                     hint="use smaller images, a shorter sequence, or a model with a longer context",
                 )

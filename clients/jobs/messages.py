@@ -21,7 +21,7 @@ _UNKNOWN_KEY = re.compile(r"([\w.]+): Extra inputs are not permitted")
 
 
 def values_of(job: pb.Job) -> dict[str, Any]:
-    """Return the values of a Job."""
+    """Return the arguments of `Job` from the server's message about a job."""
     return {
         "id": job.id,
         "name": job.name,

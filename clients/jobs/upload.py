@@ -245,7 +245,7 @@ def _refuse_missing(key: str, name: str) -> None:
         field=key,
         hint=f"did you mean {similar_path}?"
         if similar_path
-        else "write an absolute path for a file of the server",
+        else "write an absolute path for a file on the server",
     )
 
 

@@ -115,11 +115,12 @@ def read_limits(run: Path) -> Limits | None:
 
 
 def resumed_limits(config: JobConfig, run: Path) -> Limits | None:
-    """Return the limits of the work that the next attempt of a run continues; None: there is none.
+    """Return the limits that the next attempt of a run reuses; None if it must compute them anew.
 
-    Training continues from a checkpoint. Without one it begins anew, with limits for what the
-    data and the models are then. A run with checkpoints that an earlier version started has the
-    defaults.
+    A training job reuses the limits only if the run has a checkpoint. A run with checkpoints but
+    without a file of limits was started by a version that wrote no such file: the result is then
+    NO_LIMITS, so every key that the job does not set has its default. Other jobs reuse the limits
+    whenever the file exists.
     """
     if not isinstance(config, TrainingJob):
         return read_limits(run)

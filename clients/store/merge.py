@@ -85,7 +85,7 @@ def _sort_parts(parts: Sequence[Path]) -> list[tuple[Path, Manifest]]:
     ]
     if missing or len(manifest_by_part) != count:
         raise InvalidInput(
-            f"missing from the {count} parts: {', '.join(missing)}"
+            f"the capture has {count} parts, but these are not given: {', '.join(missing)}"
             if missing
             else f"{len(manifest_by_part)} stores are given, but the capture has {count} parts",
             hint="give every part of one capture, and no other store",

@@ -46,7 +46,13 @@ _ENDS = {
 
 @dataclass(frozen=True)
 class ImportResult:
-    """The result for one directory: `outcome` is taken, known or refused; `about` has details."""
+    """The result of the import of one directory.
+
+    - `name`: name of the directory
+    - `outcome`: "taken" if the import added a job, "known" if the server already has a job with
+      this id, or "refused"
+    - `about`: state of the job, with its steps if the import added it; reason of a refusal
+    """
 
     name: str
     outcome: str

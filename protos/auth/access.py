@@ -164,7 +164,11 @@ class Tokens:
         return None if token is None else self.role_of(token)
 
     def scope_in(self, metadata: Any, *, rollouts: bool = False) -> str | None:
-        """Return the scope (`JOB.ATTEMPT`) of the bearer token in a call's metadata, or None."""
+        """Return the scope (`JOB.ATTEMPT`) of the bearer token in a call's metadata.
+
+        None if the call has no bearer token, or if `scope_of` returns None for this token.
+        `rollouts`: as in `scope_of`.
+        """
         token = _bearer_token(metadata)
         return None if token is None else self.scope_of(token, rollouts=rollouts)
 

@@ -78,11 +78,11 @@ def publish(path: Path, digests: Mapping[str, Digests]) -> None:
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a directory atomically: `write` fills a temporary one, which is renamed to `path`.
+    """Write a directory atomically: `write` fills a temporary directory, then it becomes `path`.
 
     Adds the manifest, syncs every file to disk, and replaces a directory that exists at `path`.
-    Raises WrongState if a newer attempt has taken over the run, before writing or before the
-    rename.
+    Before `write` and again before the rename, raises WrongState if a newer attempt has taken over
+    the run.
     """
     try:
         partial = begin(path)

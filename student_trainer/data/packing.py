@@ -2,11 +2,11 @@
 
 A layout determines how the sequences of a micro-batch share its lines:
 
-padded     One sequence a line. Lines are as long as the longest sequence of the group. lines
-Several sequences a line. Lines are as long as the longest sequence of the group. With a
-           dense mask, longer lines would cost more in attention than they save in padding.
-one_line   All sequences in one line, without padding: for attention kernels that read only the
-           tokens of each sequence (variable-length flash attention).
+- padded: one sequence per line. Lines are as long as the longest sequence of the group.
+- lines: several sequences per line. Lines are as long as the longest sequence of the group. With a
+  dense mask, longer lines would cost more in attention than they save in padding.
+- one_line: all sequences in one line, without padding, for attention kernels that read only the
+  tokens of each sequence (variable-length flash attention).
 """
 
 from __future__ import annotations

@@ -140,7 +140,12 @@ class _PromptEncoder:
         self.omissions = (self._too_long,)
 
     def is_doubtful(self, record: PromptRecord) -> bool:
-        """Return whether the prompt may have no tokens, or parts that cannot be used."""
+        """Return whether `encode` may raise InvalidInput for this record.
+
+        True if the question is empty, if a text may contain a token that the model does not have,
+        or if the record has a kind of message part that no earlier record had, which `encode`
+        checks against the chat template.
+        """
         return (
             not record.conversation.question.strip()
             or self._model_ids.may_lack(record)

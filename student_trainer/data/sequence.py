@@ -33,7 +33,10 @@ class TokenSequence:
 
     @property
     def places(self) -> Tensor:
-        """Positions in `token_ids` of the learned tokens, [learned] int64, at least `start`."""
+        """Positions in `token_ids` of the learned tokens, [learned] int64, at least `start`.
+
+        The loss has a term for each learned token, and none for other tokens.
+        """
         return torch.arange(self.start, len(self.token_ids))
 
     @property

@@ -151,5 +151,9 @@ class AnswerStore:
 
 
 def derive_seed(seed: int, prompt: int, sample: int) -> int:
-    """Return the seed of answer `sample` to question `prompt`: 31 bits, for all servers."""
+    """Return the seed for answer number `sample` to question number `prompt`.
+
+    `seed`: the seed of the evaluation. The result is less than 2**31, because some inference
+    servers accept only seeds that fit in a signed 32-bit integer.
+    """
     return (seed * 1_000_003 + prompt * 8191 + sample) % (1 << 31)

@@ -39,7 +39,7 @@ _MAX_REFUSALS = 3
 
 
 class ModelEndpoint:
-    """One model of an OpenAI-compatible server."""
+    """Requests answers from one model of an OpenAI-compatible server."""
 
     def __init__(self, config: ExamConfig, model: str) -> None:
         """Set the address. The connection opens later. The key is read from $OPENAI_API_KEY, if

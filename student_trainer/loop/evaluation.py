@@ -88,10 +88,14 @@ class TaskEvaluation:
         self._rollout_rewards = rollout_rewards
 
     def __call__(self) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
-        """Sample this process's answers. If this process samples, call it in `student.gathered()`.
+        """Sample and score the answers to this process's prompts.
 
-        Returns a tensor [2, 2] float64, (sum, number) of right answers and of finite rewards; the
-        moments of the rewards (`compute_moments`); and the transcripts of the first 8 answers.
+        Call this object inside `student.gathered()` if the trainer's process samples. Returns:
+
+        - [2, 2] float64: (number of right answers, number of compared answers), and (sum, number)
+          of the finite rewards
+        - the moments of the rewards, see `compute_moments`
+        - the transcripts of the first answers to the first 8 prompts
         """
         prompts = [prompt for _, prompt in self._prompts for _ in range(self._samples_per_prompt)]
         answers = self._sample_answers(prompts)

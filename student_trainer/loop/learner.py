@@ -136,7 +136,12 @@ class Learner:
         return {**compute_means(totals), "tokens": tokens, "flops": flops_of_all}, wait_seconds
 
     def _add_batch(self, batch: Batch, scale: float, *, last: bool) -> dict[str, Tensor]:
-        """Collective. Add up the gradients of a batch, and return (sum, number) of metrics."""
+        """Collective. Compute the loss of a batch, and add `scale` times its gradient to the
+        gradients of earlier batches.
+
+        `last`: whether this is the last batch of an update; see `Replicated.synchronized`. Returns
+        (sum, number) of each metric.
+        """
         objective = self.method.objective
         with self.student.synchronized(is_last=last):
             loss = objective.loss(batch)

@@ -1,7 +1,7 @@
 """Token weights: a loss is a weighted sum over tokens, divided by a global sum of weights.
 
-token-mean           every token has weight 1, so long answers count more seq-mean-token-mean  every
-answer has weight 1, divided equally among its tokens
+- token-mean: every token has weight 1, so long answers count more
+- seq-mean-token-mean: every answer has weight 1, divided equally among its tokens
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Aggregate = Literal["token-mean", "seq-mean-token-mean"]
 def sequence_weights(lengths: Tensor, included: Tensor, aggregate: Aggregate) -> Tensor:
     """Return the weight of each sequence, [S] float64.
 
-    The loss is divided by the sum of these weights over all processes. `lengths` [S]: the number of
-    learned tokens. `included` [S] bool: False for a masked answer, whose weight is 0, so it counts
-    neither in the loss nor in the divisor.
+    The loss is divided by the sum of these weights over all processes. `lengths` [S]: number of
+    learned tokens (tokens with a term in the loss) of each sequence. `included` [S] bool: False for
+    a masked answer, whose weight is 0, so it counts neither in the loss nor in the divisor.
     """
     match aggregate:
         case "token-mean":

@@ -164,7 +164,8 @@ class RLSteps:
         self._held_out = list(enumerate(held_out))[rank::world]
 
     def of_step(self, step: int) -> Step:
-        """Collective. Sample and score the rollouts of `step` (from 1), divided into its updates.
+        """Collective. Sample and score the rollouts of `step` (from 1), and divide them into the
+        updates of this step.
 
         A DistillError of one rank is raised on all ranks.
         """

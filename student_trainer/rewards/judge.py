@@ -45,9 +45,11 @@ class Judge:
         self._received = b""  # after the newest reply
 
     def start(self) -> None:
-        """Start the process and wait until it is ready, for at most SECONDS_TO_START.
+        """Start the child process and wait until it is ready, for at most SECONDS_TO_START.
 
-        Raises InvalidInput if a package, a task or the user's file cannot be used.
+        Raises InvalidInput if the reward cannot be loaded: a package that it needs is not
+        installed, `reward.task` or its options are not valid, the user's file fails, or loading
+        takes too long.
         """
         parent_socket, child_socket = socket.socketpair()
         with child_socket:

@@ -106,7 +106,7 @@ class Task:
 
 
 class TaskQuestions:
-    """The questions of a job: a fixed list `held_out`, and unlimited ones for training."""
+    """The questions of a job: a fixed list `held_out`, and a stream of training questions."""
 
     def __init__(
         self, task: Task, seed: int, held_out: int, *, fits: Callable[[str], bool] = bool

@@ -58,9 +58,10 @@ class SingleTurnRollouts:
     def __init__(
         self, client: EngineClient, settings: SamplingSettings, newest: ChooseWeights
     ) -> None:
-        """`settings` apply to all orders, except the seed of `generate`.
+        """Store the client and the settings; sends nothing.
 
-        `newest` returns the version of the weights for `generate`.
+        `settings`: the sampling settings of all orders, but `generate` replaces the seed by its own
+        argument. `newest`: returns the version of the weights that `generate` samples with.
         """
         self._client = client
         self._settings = settings
@@ -117,7 +118,12 @@ class EngineSearch:
         newest: ChooseWeights,
         conversations: SearchConversations,
     ) -> None:
-        """`settings` apply to all orders, except marks, batches and the seed of `generate`."""
+        """Store the client and the settings; sends nothing.
+
+        `settings`: the sampling settings of all orders, but this class sets `marks` and
+        `batch_tokens`, and `generate` replaces the seed by its own argument. `newest`: returns the
+        version of the weights that `generate` samples with.
+        """
         self._client = client
         self._settings = replace(settings, marks=MARKS)
         self._newest = newest

@@ -1,8 +1,9 @@
-"""One step of sampling: from the logits of B sequences to their next tokens and the records.
+"""One step of sampling: from the logits of B sequences to their next tokens.
 
-All engines use this function, so equal logits and random numbers give equal tokens. `draw_tail`
-draws ids from the tail of the policy, for tail mode `bucket+draws`. Shapes: B sequences, V ids, k
-head ids, M draws; in `draw_tail` N rows.
+`sample_step` also records the log-probs, the head ids and the tail draws of the sampling policy.
+All engines call `sample_step`, so equal logits and random numbers give equal tokens. `draw_tail`
+draws ids from the tail of the policy, for tail mode `bucket+draws`. In shapes, B is the number of
+sequences, V of ids, k of head ids, M of draws, and, in `draw_tail`, N the number of rows.
 """
 
 from __future__ import annotations

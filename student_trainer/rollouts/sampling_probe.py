@@ -75,7 +75,10 @@ def rounding(model: Any, *, bf16: bool) -> float:
 
 
 def _largest_difference(logits: Tensor, other_logits: Tensor) -> float:
-    """Return the largest difference, in nats, of the log-probs [n, V] of the most likely ids."""
+    """Return the largest difference, in nats, between log-probs of two tensors of logits [n, V].
+
+    Compares, in each row, the _TOP_K ids that are most likely under `logits`.
+    """
     logprobs, other_logprobs = (values.log_softmax(-1) for values in (logits, other_logits))
     top_ids = logprobs.topk(min(_TOP_K, logprobs.shape[-1])).indices
     return float((logprobs - other_logprobs).gather(-1, top_ids).abs().max())

@@ -9,7 +9,7 @@ ratio/kl             unbiased estimate of KL(mu||p), nats per token; 0 on-policy
 topk/student_mass    mean probability that the student gives to the head ids
 topk/teacher_mass    mean probability that the teacher gives to the head ids
 topk/gradient_sd     sd that k and M independent draws leave in a token's gradient, over its norm
-length/mean          mean number of learned tokens of a sequence
+length/mean          mean number of learned tokens (with a term in the loss) of a sequence
 length/truncated     share of the student's answers that were cut at max_new_tokens
 grad_norm            norm of the gradient before clipping
 grad_norm/skipped    share of updates that changed no weight: no finite gradient, or no token

@@ -123,7 +123,7 @@ class _Passes:
 
 
 def _run_passes(student: Replicated | Sharded, ids: Tensor) -> _Passes:
-    """Collective. Run the passes that are compared; the student is in evaluation mode after it."""
+    """Collective. Run the passes to compare. Leaves the student in evaluation mode."""
     trained = student.trained.eval()
     top_k = min(_TOP_K, trained.vocab_size)
     short, longer = ids[:_SHORT], ids.flip(0)

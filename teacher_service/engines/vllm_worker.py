@@ -104,7 +104,7 @@ class ScoringWorker(_Worker):  # type: ignore[misc]
         return sorted(backend.get_name() for backend in backends)
 
     def steps(self) -> tuple[int, int]:
-        """Return the numbers of steps and of their tokens since the start."""
+        """Return (scheduler steps, tokens) computed since the model was loaded."""
         pooler = self.model_runner.get_model().pooler
         return pooler.steps, pooler.tokens
 

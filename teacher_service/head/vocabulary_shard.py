@@ -26,7 +26,7 @@ _MULTIPLE = 64
 
 @dataclass(frozen=True)
 class VocabularyShard(Vocabulary):
-    """The ids [first, first + width) of a vocabulary of `size` ids, for `rank` of `ranks`.
+    """The ids from `rank * width` to `(rank + 1) * width - 1` of a vocabulary of `size` ids.
 
     Every rank has `width` columns of logits. Columns after the last id, and columns that a request
     excludes, are -inf. Methods that take logits are collective: all ranks of the torch.distributed

@@ -220,7 +220,8 @@ def _estimate_bytes(queries: Sequence[ScoreQuery]) -> int:
     size = _HEAD_ID_BYTES * id_count + _ROW_BYTES * sum(query.rows for query in queries)
     if size > MAX_ANSWER_BYTES // 2:
         raise InvalidInput(
-            f"the rows of this request take {size >> 20} MiB, at most {MAX_ANSWER_BYTES >> 21}",
+            f"the rows of this request take {size >> 20} MiB, but the limit is"
+            f" {MAX_ANSWER_BYTES >> 21} MiB",
             field="body",
             hint="send fewer sequences in a request",
         )

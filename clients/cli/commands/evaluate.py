@@ -233,11 +233,12 @@ def _check_settings(config: ExamConfig) -> None:
     kind, generated = config.reward.type, config.reward.task is not None
     if generated and config.data is not None:
         raise InvalidInput(
-            f"{kind} generates its own prompts", field="--data", hint="remove the option"
+            f"the reward {kind} generates its own prompts", field="--data", hint="remove the option"
         )
     if not generated and config.data is None:
         hint = "give a file of records, such as a .jsonl file, or a hub data set"
-        raise InvalidInput(f"{kind} needs prompts", field="--data", hint=hint)
+        problem = f"required, because the reward {kind} has no prompts of its own"
+        raise InvalidInput(problem, field="--data", hint=hint)
     if config.data is not None:
         for file in files_of(config.data.path, "--data"):
             _require_file(file, "--data")

@@ -70,7 +70,10 @@ Extra: TypeAlias = tuple[str, str, str]
 
 
 class JobConfig(Table):
-    """The keys of every job, and the properties of every job."""
+    """The keys that all jobs have, and properties by which other modules tell jobs apart.
+
+    Subclasses add the keys of a method and override properties.
+    """
 
     # The module that runs an attempt; `clients/runs/launch.py` describes its protocol.
     program: ClassVar[str] = "student_trainer"
@@ -152,7 +155,7 @@ class JobConfig(Table):
 
     @property
     def has_other_teacher_prompt(self) -> bool:
-        """Whether a teacher with the student's tokenizer reads another prompt."""
+        """Whether a teacher with the student's tokenizer reads another prompt than the student."""
         arguments = getattr(self.teacher_link, "template_arguments", None)
         return bool(self.teacher_context) or arguments is not None
 

@@ -20,7 +20,7 @@ ADAPTERS = 1  # vLLM's number of the student's adapters, its only adapters
 def request_fields(name: str, order: Order, index: int) -> dict[str, Any]:
     """Return the fields of a sequence for the worker, as plain values for a vLLM request.
 
-    `name`: unique name of the order in the worker. index: of the sequence in the order.
+    `name`: unique name of the order in the worker. `index`: position of the sequence in the order.
     """
     settings, sequence = order.settings, order.sequences[index]
     return {

@@ -98,7 +98,7 @@ def test_images_share_the_limits(reader: ImageReader, monkeypatch: pytest.Monkey
     """A request may have many images, so the limits are for all images together."""
     files = [tiny_vision.image(number) for number in range(3)]
     assert reader.read(files, max_tokens=18).tokens == (6, 6, 6)
-    with pytest.raises(InvalidInput, match="more tokens than the 17 that are left"):
+    with pytest.raises(InvalidInput, match="have more than 17 tokens, the most that fit"):
         reader.read(files, max_tokens=17)
     monkeypatch.setattr(images, "MAX_PIXELS", 2 * 24 * 16 + 5)
     with pytest.raises(InvalidInput, match="24 x 16 pixels exceed the limit of 5"):

@@ -156,8 +156,8 @@ def test_images_by_path_are_refused_and_bytes_are_sent(working_directory: Path) 
     [
         ("trian.jsonl", "did you mean train.jsonl?"),
         ("data/trian", "did you mean data/train?"),
-        ("./nothing", "write an absolute path for a file of the server"),
-        ("~/train.jsonl", "write an absolute path for a file of the server"),
+        ("./nothing", "write an absolute path for a file on the server"),
+        ("~/train.jsonl", "write an absolute path for a file on the server"),
     ],
 )
 def test_a_relative_path_that_is_not_here_is_a_typo(

@@ -138,12 +138,13 @@ def test_prompts_with_no_room_for_an_answer_are_refused(material: Material, tmp_
         (
             ["m", "--reward", "math"],
             ExitCode.USAGE,
-            "--data: math needs prompts; give a file of records, such as a .jsonl file",
+            "--data: required, because the reward math has no prompts of its own; give a file",
         ),
         (
             ["m", "--reward", "reasoning_gym:chain_sum", "--data", "x.jsonl"],
             ExitCode.USAGE,
-            "--data: reasoning_gym:chain_sum generates its own prompts; remove the option",
+            "--data: the reward reasoning_gym:chain_sum generates its own prompts; remove the"
+            " option",
         ),
         (
             ["m", "--reward", "math", "--data", "x.jsonl"],

@@ -346,7 +346,7 @@ def test_what_cannot_be_merged(
 
     halves = [part(f"half-{i}", method__shard=f"{i}/2") for i in range(2)]
     out = tmp_path / "out"
-    with pytest.raises(InvalidInput, match="missing from the 2 parts: 1/2"):
+    with pytest.raises(InvalidInput, match="2 parts, but these are not given: 1/2"):
         merge(out, halves[:1])
     with pytest.raises(InvalidInput, match="are both part 0/2"):
         merge(out, [halves[0], halves[0]])

@@ -138,7 +138,7 @@ def test_rows_that_one_client_may_not_have_at_once(site: Site) -> None:
     prompts = [tokens(600)] * 140
     answer = site.ask(PATH, request(prompts, 200))
     assert answer.status == 400
-    assert "MiB, at most 256" in answer.json()["error"]["message"]
+    assert "MiB, but the limit is 256 MiB" in answer.json()["error"]["message"]
 
 
 def test_a_reader_that_does_not_read_is_dropped(site: Site) -> None:
