@@ -248,7 +248,8 @@ def check_chat_template(prompt_format: PromptFormat, template: str | None) -> No
             raise InvalidInput(
                 "the tokenizer has no chat template, which this key needs",
                 field=key,
-                hint="use the tokenizer of an instruct model, or remove the key",
+                hint="use the tokenizer of an instruct model, name a .jinja file in"
+                " student.chat_template, or remove the key",
             )
         return
     words = set(re.findall(r"[A-Za-z_]\w*", template))

@@ -111,8 +111,8 @@ def check_files(config: AnyJob, hint: str = RELATIVE_PATH_HINT) -> None:
     """Raise InvalidInput if a file or directory that the job names does not exist.
 
     Only names that must be paths are checked: with a file suffix, a leading "/", "./", "../" or
-    "~", or more than one "/". Other names may be hub ids. Only the form of a URL is checked: the
-    job's program has the credentials and opens the object.
+    "~", more than one "/", or an existing directory before the "/". Other names may be hub ids.
+    Only the form of a URL is checked: the job's program has the credentials and opens the object.
     """
     for key, url in named_urls(config):
         _check_url(key, url)
@@ -126,6 +126,7 @@ def check_files(config: AnyJob, hint: str = RELATIVE_PATH_HINT) -> None:
                 files_of(name, key)
                 continue
             exists = Path(name).is_file() if has_suffix else Path(name).exists()
+            is_local = is_local or ("/" in name and Path(name).parent.is_dir())
         except OSError as error:  # the name is too long, or a directory is not readable
             problem = f"cannot access {name}: {error.strerror}"
             raise InvalidInput(problem, field=key, hint=hint) from error

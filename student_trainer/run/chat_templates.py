@@ -59,8 +59,13 @@ def template_warnings(
     if config.other_tokenizer or config.has_other_teacher_prompt or not has_choice:
         return ()
     return [
-        f"{difference}; set student.chat_template = 'teacher' to write prompts as the {label} reads"
-        " them"
+        f"{difference}; "
+        + (
+            f"set student.chat_template = 'teacher' to write prompts as the {label} reads them"
+            if template
+            else "choose a teacher that was trained with the template of the student, or set"
+            " data.chat_template = false if the prompts are texts"
+        )
         for label, template in templates.items()
         if template is not None
         and (difference := find_difference(tokenizer, template, prompt_format, label))

@@ -234,6 +234,11 @@ REFUSED = {
         "data.prompt_column: d.jsonl has no column 'prompt'",
         changes={"data": {"path": "some/data", "mix": [{"path": "d.jsonl", "share": 0.5}]}},
     ),
+    "two parts": Case(
+        "student.model: no such file: models/studnet",
+        PROMPTS,
+        changes={"student": {"model": "models/studnet"}},
+    ),
     "mixed file": Case(
         "data.mix.0.path: no such file: e.jsonl",
         PROMPTS,
@@ -291,6 +296,7 @@ ACCEPTED = {
 @pytest.fixture(autouse=True)
 def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
     return tmp_path
 
 

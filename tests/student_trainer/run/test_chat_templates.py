@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from clients.config.on_policy import OnPolicyJob
 from clients.config.tables.common import StudentConfig
 from clients.data.prompt_format import PromptFormat
 from protos.errors import InvalidInput
 from student_trainer.checkpoints.export import export_model
 from student_trainer.model.loading import load_model, load_tokenizer, local_directory
-from student_trainer.run.chat_templates import find_difference
+from student_trainer.run.chat_templates import find_difference, template_warnings
 from teacher_service.engines.hf import HfEngine
 from tests.clients.data.test_prompt_format import CHARACTERS, PLAIN
 from tests.student_trainer import tiny
@@ -52,6 +53,23 @@ def test_the_first_difference(
     else:
         assert difference is not None
         assert expected in difference
+
+
+def test_a_teacher_without_a_template_gives_none() -> None:
+    config = OnPolicyJob.model_validate(
+        {
+            "student": {"model": "student"},
+            "teacher": {"address": "localhost:1"},
+            "data": {"path": "d.jsonl"},
+        }
+    )
+    (warning,) = template_warnings(config, words_with(PLAIN), {"teacher": ""})
+    assert "choose a teacher that was trained with the template" in warning
+    assert "student.chat_template" not in warning
+    (warning,) = template_warnings(config, words_with(None), {"teacher": PLAIN})
+    assert warning.endswith(
+        "set student.chat_template = 'teacher' to write prompts as the teacher reads them"
+    )
 
 
 def test_a_teacher_says_its_template(tmp_path: Path) -> None:
