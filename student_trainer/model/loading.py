@@ -26,7 +26,12 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from clients.config.tables.common import StudentConfig
 from clients.data.images import ImageReader, makes_grids, require_pillow
-from clients.data.models.check import check_weights, refuse_code, refuse_quantisation
+from clients.data.models.check import (
+    check_configuration,
+    check_weights,
+    refuse_code,
+    refuse_quantisation,
+)
 from clients.data.models.files import quantisation_of
 from clients.data.models.loaded_weights import check_loaded_weights, refuse_unscaled
 from clients.data.tokens import loading as tokens
@@ -88,7 +93,7 @@ def load_config(student: StudentConfig) -> Any:
     Raises InvalidInput (`student.model`) if there is no usable model, or if the model needs custom
     code.
     """
-    return _load_pretrained(student, AutoConfig.from_pretrained)
+    return _load_pretrained(student, AutoConfig.from_pretrained, check=check_configuration)
 
 
 def local_directory(student: StudentConfig) -> Path:

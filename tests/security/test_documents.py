@@ -21,7 +21,7 @@ FLOORS = re.compile(
     r"^\| (torch|transformers|pyarrow|pillow|vllm|starlette|h11|grpcio) \| ([\d.]+) \|",
     re.MULTILINE,
 )
-REQUIREMENT = re.compile(r"^([a-z0-9-]+)>=([\d.]+)")
+REQUIREMENT = re.compile(r"^([a-z0-9-]+)(?:\[[a-z,]+\])?>=([\d.]+)")
 
 
 def version_numbers(text: str) -> tuple[int, ...]:

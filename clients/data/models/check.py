@@ -96,20 +96,13 @@ def check_weights(path: Path, field: str) -> None:
         raise InvalidInput(f"{path} is a file, not a directory", field=field, hint=remedy)
     refuse_adapter(path, field)
     has_weights = bool(list_weight_files(path, field))
-    has_config = (path / "config.json").is_file()
     if not has_weights and (gguf_files := find_gguf_files(path)):
         raise InvalidInput(
             f"{path} has a GGUF file ({gguf_files[0].name}), but no .safetensors weights",
             field=field,
             hint=_hint_command("convert it", gguf_files[0], path),
         )
-    if not has_config:
-        raise InvalidInput(
-            f"no config.json in {path}",
-            field=field,
-            hint=_COMPLETE_DIRECTORY,
-        )
-    refuse_code(path, field)
+    check_configuration(path, field)
     if not has_weights:
         files = sorted(file.name for file in path.iterdir() if file.suffix in _TORCH_SUFFIXES)
         raise InvalidInput(
@@ -120,6 +113,18 @@ def check_weights(path: Path, field: str) -> None:
             if files
             else _COMPLETE_DIRECTORY,
         )
+
+
+def check_configuration(path: Path, field: str) -> None:
+    """Raise InvalidInput unless a directory has the configuration of a model.
+
+    All files of weights may be missing, but not some of them. An adapter and Python code are
+    refused.
+    """
+    refuse_adapter(path, field)
+    if not (path / "config.json").is_file():
+        raise InvalidInput(f"no config.json in {path}", field=field, hint=_COMPLETE_DIRECTORY)
+    refuse_code(path, field)
     refuse_missing_files(path, field)
 
 

@@ -31,6 +31,7 @@ def job_file(tmp_path: Path) -> Path:
     words.save_pretrained(tmp_path / "student")
     model = tiny.model(characters=CHARACTERS + HOSTILE)
     model.config.save_pretrained(tmp_path / "student")
+    (tmp_path / "student" / "model.safetensors").touch()
     contents = ["1+1=", HOSTILE, "2+2=", "4"]
     messages = [
         {"role": ("user", "assistant")[number % 2], "content": content}
@@ -62,7 +63,7 @@ def test_no_text_of_a_record_acts(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The weights are missing: they are not loaded. Three forms show the reply of one program."""
+    """The file of weights is empty: it is not loaded. Three forms show the reply of one program."""
     replies: list[tuple[int, str]] = []
 
     def run_once(*arguments: Any) -> tuple[int, str]:

@@ -110,7 +110,7 @@ def test_a_message_of_tool_calls_needs_no_text() -> None:
     [
         ({"x": 1}, "row 1 has no list of messages in column 'm'; its columns are x"),
         ({"m": "U1"}, "row 1 has no list of messages"),
-        ({"m": [{"from": "human", "value": "1"}]}, "row 1 has no list of messages"),
+        ({"m": [{"speaker": "human", "value": "1"}]}, "row 1 has no list of messages"),
         ({"m": [{"role": "human", "content": "1"}]}, "message 1 of row 1 has the role 'human'"),
         ({"m": [{"role": "user", "content": None}]}, "message 1 of row 1 has no text"),
         ({"m": [{"role": "user", "content": [{"type": "text"}]}]}, "its content is a list"),

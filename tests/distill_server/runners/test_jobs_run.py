@@ -82,7 +82,10 @@ def test_bad_config_names_its_field(
 
     class Unchecked:
         def model_dump_json(self) -> str:
-            return json.dumps(job_config().model_dump() | change)
+            return json.dumps(self.model_dump())
+
+        def model_dump(self, **options: bool) -> dict[str, object]:
+            return job_config().model_dump(**options) | change  # type: ignore[arg-type]
 
     with pytest.raises(InvalidInput) as exc_info:
         client.submit(Unchecked())  # type: ignore[arg-type]

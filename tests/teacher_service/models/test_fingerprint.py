@@ -163,4 +163,4 @@ def test_an_adapter_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     (path / "adapter_config.json").write_text("{}")
     with pytest.raises(InvalidInput, match="adapter") as caught:
         HfEngine(str(path), device="cpu")
-    assert caught.value.hint.startswith("merge the adapter into the weights")
+    assert caught.value.hint.startswith("move adapter_config.json and the adapter")
