@@ -92,7 +92,8 @@ class Choice:
         return bool(self.every or self.state or self.older_than or self.own_only or self.labels)
 
     def ids(self, client: DistillClient, states: Collection[JobState]) -> Sequence[str]:
-        """Return the given names, or the ids of the jobs that match the options, as `jobs_in` does.
+        """Return the given names, or the ids of the jobs that match the options, in the order of
+        `jobs_in`.
 
         `states`: job states that the command supports. Raises InvalidInput for an empty selection,
         and if both names and options are given.

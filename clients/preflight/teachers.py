@@ -200,14 +200,14 @@ def _check_live_teacher(info: TeacherInfo, label: str, store: CapturedStore) -> 
             f"the {label} scores at temperature 1 only, and the {store.label} has rows of"
             f" {store.temperature:g}",
             field="teacher.address",
-            hint="use a teacher that runs the model itself, or train from the store alone",
+            hint="use a teacher with the engine hf or vllm, or train from the store alone",
         )
     if store.tail_samples > info.max_tail_samples:
         raise WrongState(
-            f"the {label} draws {info.max_tail_samples} tail samples per row, and the"
+            f"the {label} draws at most {info.max_tail_samples} tail samples per row, and the"
             f" {store.label} has {store.tail_samples}",
             field="teacher.address",
-            hint="use a teacher that runs the model itself, or train from the store alone",
+            hint="use a teacher with the engine hf or vllm, or train from the store alone",
         )
     if "context" in store.facts:
         raise WrongState(

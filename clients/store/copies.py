@@ -135,7 +135,7 @@ def _is_copied(copy: Path, facts: ShardFacts) -> bool:
 
 
 def cache_directory() -> Path:
-    """Return the directory of copies and of cached records."""
+    """Return the directory of local copies of objects, and of cached records of data sets."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return caches / "distill"
 

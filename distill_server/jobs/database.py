@@ -207,7 +207,11 @@ def back_up(database: Path, copy: Path) -> None:
     InvalidInput if `copy` exists, Unavailable if `copy` cannot be written.
     """
     if not database.is_file():
-        raise NotFound(f"no job database: {database}", field="--database", hint="see --runs")
+        raise NotFound(
+            f"no job database: {database}",
+            field="--database",
+            hint="give the --runs of the server, or its --database",
+        )
     if copy.exists():
         raise InvalidInput(f"{copy} already exists", field="--backup", hint="give a new file name")
     partial = copy.with_name(f".{copy.name}.{os.getpid()}.tmp")

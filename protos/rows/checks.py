@@ -43,7 +43,7 @@ def are_logprobs(values: NDArray[np.floating[Any]]) -> bool:
 
 
 def check_rows(block: RowBlock, vocab_size: int) -> None:
-    """Raise Corrupt unless the ids of a block are 0 to vocab_size - 1, its numbers log-probs."""
+    """Raise Corrupt unless all ids of a block are below vocab_size, and all numbers log-probs."""
     for name in ("head_ids", "tail_sample_ids"):
         ids = getattr(block, name)
         if ids is not None and not are_ids(ids, vocab_size):

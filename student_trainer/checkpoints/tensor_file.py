@@ -56,7 +56,7 @@ class TensorFile:
     places: Mapping[str, tuple[tuple[int, ...], int, int]]
 
     def spans(self, name: str, part: int, parts: int) -> tuple[int, int]:
-        """Return (first byte, bytes) of the rows of `part` of a tensor."""
+        """Return (offset in the file, number of bytes) of part `part` of the rows of a tensor."""
         shape, start, end = self.places[name]
         count = shape[0] if shape else 1
         rows = rows_of_part(count, part, parts)

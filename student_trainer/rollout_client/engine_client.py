@@ -288,7 +288,10 @@ class Sampling:
         raise StopIteration
 
     def fail(self, error: DistillError) -> None:
-        """Cancel unfinished parts. The iteration then raises `error`. Does not wait."""
+        """Cancel the unfinished parts of the order; iterating over the order then raises `error`.
+
+        Does not wait.
+        """
         for part in self._parts:
             part.cancel(error)
 

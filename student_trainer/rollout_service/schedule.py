@@ -30,7 +30,7 @@ class ScheduleEntry:
             raise self.error
 
     def start(self) -> None:
-        """Allow the sampling of the order."""
+        """Let the sampling of this order begin: wakes `wait_until_started`."""
         self._started.set()
 
     def fail(self, error: Exception) -> None:

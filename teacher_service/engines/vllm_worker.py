@@ -127,8 +127,8 @@ def _pad_rows(rows: Tensor, shard: VocabularyShard | None) -> Tensor:
 def _refuse_inexact_kernels() -> None:
     """Make vLLM's CPU build reject kernels that would fail or compute wrong rows.
 
-    - Weights of 4 bits: vLLM selects the kernel even if its build for this processor (AVX2) does
-      not contain the kernel, and then the worker process dies at the first query.
+    - Weights of 4 bits: vLLM selects its kernel for them even on a processor with AVX2 alone, whose
+      build of vLLM does not contain that kernel. The worker process then dies at the first query.
     - int8 weights and inputs: without VNNI, the median error of the rows of a tiny model was 0.54
       nats; rounding alone causes 0.14 nats.
     - Experts with weights of 4 bits: vLLM rounds the inputs to 8 bits, although the model does not

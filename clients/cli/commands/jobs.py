@@ -292,7 +292,8 @@ def _apply_to_jobs(
 def max_steps_of(sets: list[str]) -> int | None:
     """Return the value of `max_steps` in the --set options, or None.
 
-    Raises InvalidInput for any other key, because the checkpoints depend on it.
+    Raises InvalidInput for any other key: a resumed job continues from checkpoints that were made
+    with the old values.
     """
     from clients.config.file import parse_override
 

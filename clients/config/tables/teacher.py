@@ -67,7 +67,7 @@ class TeacherLink(Table):
 
     @property
     def gpus_of_model(self) -> int:
-        """Number of GPUs of `model` on a machine with GPUs."""
+        """GPUs that `model` uses if the machine has GPUs: `gpus`, else 1; on the CPU 0."""
         if self.gpus is not None:
             return self.gpus
         return 0 if self.device == "cpu" or self.engine == "fake" else 1

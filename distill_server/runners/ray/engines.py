@@ -135,7 +135,7 @@ class Engines:
         return True
 
     def update(self) -> None:
-        """Start the services that have a place, and replace those that have ended."""
+        """Start each service that Ray has put on a node, and start those that have ended again."""
         for engine in self._engines:
             if not engine.entry.problem:
                 self._update_engine(engine)

@@ -87,7 +87,7 @@ class RayJobs:
                 raise
 
     def get_state(self, name: str) -> RayJobState:
-        """Return the state of a job; UnknownRayJob if the cluster does not know the job."""
+        """Return the state of a job, or an UnknownRayJob if the cluster does not know the job."""
         try:
             job_info = self._call_cluster(lambda client: client.get_job_info(name))
         except WrongState as error:
