@@ -166,7 +166,7 @@ def test_the_next_server_finds_it(make_server: MakeServer) -> None:
         server.kill()
         server.start()
         wait_until_running(client, job, step=client.get(job.id).step + 2)
-        eventually(lambda: only_teacher(client).state == "READY")
+        eventually(lambda: [teacher.state for teacher in client.teachers()] == ["READY"])
         assert (only_teacher(client).attempt, only_teacher(client).jobs) == (1, (job.id,))
         assert process_of(server, only_teacher(client)).pid == pid
         server.kill()
