@@ -71,7 +71,8 @@ def fit_columns(
         for key, column in columns.items()
         if column != type(data).model_fields[key].default
     }
-    _check_keys(job, values)
+    if values:
+        _check_keys(job, values)
     return values, reading.description
 
 
@@ -135,26 +136,14 @@ def _read_start(
 
 
 def _check_keys(job: Table, values: Mapping[str, str]) -> None:
-    """Raise InvalidInput if a key of the job has no effect, or is wrong, with these values.
-
-    A job that is refused without them too is one whose teacher the server has started: its teacher
-    has an address beside the keys of `teacher.model`, and its job file was checked before.
-    """
-    if not values or _find_error(job) is not None:
-        return
+    """Raise InvalidInput if a key of the job has no effect, or is wrong, with these values."""
     for key, value in values.items():
         job = replaced(job, key, value)
-    if (error := _find_error(job)) is not None:
+    try:
+        type(job).model_validate(job.model_dump(exclude_unset=True))
+    except ValidationError as error:
         path, message = next(iter(describe(error.errors(include_url=False)[0], type(job))))
         read_as = ", ".join(f"{key} = {value}" for key, value in values.items())
         raise InvalidInput(
             f"{message} (the data is read with {read_as})", field=".".join(path)
         ) from None
-
-
-def _find_error(job: Table) -> ValidationError | None:
-    try:
-        type(job).model_validate(job.model_dump(exclude_unset=True))
-    except ValidationError as error:
-        return error
-    return None

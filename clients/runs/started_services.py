@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from clients.config.kinds import AnyTraining
+from clients.config.tables.teacher import STARTED_KEYS
 from clients.data.outside import read_document
 from clients.runs.directory import replace_file
 from protos.errors import Unavailable
@@ -30,7 +31,7 @@ def write_address(run: Path, address: str) -> None:
 
 
 def connected(config: AnyTraining, run: Path) -> AnyTraining:
-    """Return the job with the address of its started teacher instead of `teacher.model`.
+    """Return the job with the address of its started teacher instead of the model's keys.
 
     A job without a started teacher is returned unchanged. Raises Unavailable if no teacher was
     started.
@@ -46,7 +47,8 @@ def connected(config: AnyTraining, run: Path) -> AnyTraining:
             field="teacher.model",
             hint="run the job with a server or with distill run",
         ) from error
-    connected_teacher = teacher.model_copy(update={"model": None, "address": address})
+    values = teacher.model_dump(exclude_unset=True, exclude={*STARTED_KEYS})
+    connected_teacher = type(teacher).model_validate({**values, "address": address})
     return config.model_copy(update={"teacher": connected_teacher})
 
 

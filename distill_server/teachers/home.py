@@ -18,18 +18,13 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from clients.config.tables.teacher import TeacherLink
+from clients.config.tables.teacher import STARTED_KEYS, TeacherLink
 from clients.data.outside import open_regular
 from clients.runs.directory import RunDirectory, replace_file
 from clients.runs.launch import PROGRESS, teacher_command
 from protos.rpc.channel import TEACHER_TOKEN, token_of
 
 _NAME = ".teachers"
-# The keys of a job that determine how its teacher is started. Jobs with equal values share a
-# teacher.
-OPTIONS = frozenset(
-    {"model", "engine", "dtype", "device", "max_batch_tokens", "batch_invariant", "gpus"}
-)
 _LISTENING_LINE = re.compile(rb"^teacher listening on (\S+:(\d+))$", re.MULTILINE)
 _STAGE_LINE = re.compile(rb" INFO %s stage=(.+)$" % PROGRESS.encode(), re.MULTILINE)
 # The limit for one read: a teacher prints its address after the engine's output while it loads.
@@ -56,9 +51,15 @@ _RECORD = TypeAdapter(Record)
 
 
 def key_of(teacher: TeacherLink) -> str:
-    """Return the key of a model and its options; it changes with the files of a local model."""
+    """Return the key of a model and its options; it changes with the files of a local model.
+
+    Jobs with equal keys share a teacher.
+    """
     assert teacher.model is not None
-    identity = [teacher.model_dump_json(include=set(OPTIONS)), *_list_files(Path(teacher.model))]
+    identity = [
+        teacher.model_dump_json(include=set(STARTED_KEYS)),
+        *_list_files(Path(teacher.model)),
+    ]
     return sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clients.config.tables.teacher import TeacherLink
+from clients.config.tables.teacher import STARTED_KEYS, TeacherLink
 from clients.runs.directory import RunDirectory
 from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.verdict import Policy
@@ -183,7 +183,7 @@ class StartedTeachers:
         if running_count >= self._machine.slots:
             raise LookupError(f"another teacher must end first; {running_count} teachers run")
         gpus = self._machine.gpus_for(config, shares)
-        options = config.model_dump(include=set(homes.OPTIONS))
+        options = config.model_dump(include=set(STARTED_KEYS))
         teacher = TeacherProcess(
             key,
             homes.home_of(self._runs, key),

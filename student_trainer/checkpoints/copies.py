@@ -34,6 +34,7 @@ from pydantic import ValidationError
 
 from clients.config.file import named_files, replaced
 from clients.config.kinds import AnyJob, AnyTraining, parse_job
+from clients.config.tables.teacher import STARTED_KEYS
 from clients.preflight.limits import LIMITS_FILE, NO_LIMITS, Limits, read_limits
 from clients.runs.best_step import best_step
 from clients.runs.directory import RunDirectory, replace_file
@@ -61,7 +62,7 @@ _FIELD = "checkpoint.copy_to"
 _IGNORED_KEYS: Mapping[str, Any] = {
     **dict.fromkeys(("after", "checkpoint", "labels", "max_steps", "priority"), True),
     **dict.fromkeys(("resources", "teachers", "track"), True),
-    "teacher": {"address"},
+    "teacher": {"address", *STARTED_KEYS},
     "rollouts": {"address", "gpus", "gpu_memory_share", "patience_seconds"},
     "train": {"processes", "sharding", "cpu_offload", "tokens_per_micro_batch"},
 }

@@ -73,10 +73,13 @@ class TeacherLink(Table):
         return 0 if self.device == "cpu" or self.engine == "fake" else 1
 
 
+# The keys that determine how the teacher of a job is started.
+STARTED_KEYS = ("model", "engine", "dtype", "device", "max_batch_tokens", "batch_invariant", "gpus")
+
+
 def started_rules(teacher: TeacherLink | None) -> list[Rule]:
     """Return the rules of the keys that need, or exclude, a teacher that is started for the job."""
     is_started = teacher is not None and teacher.model is not None
-    options = "engine dtype device max_batch_tokens batch_invariant gpus"
     return [
         (
             not is_started,
@@ -91,7 +94,7 @@ def started_rules(teacher: TeacherLink | None) -> list[Rule]:
         ),
         (
             is_started,
-            " ".join(f"teacher.{option}" for option in options.split()),
+            " ".join(f"teacher.{option}" for option in STARTED_KEYS[1:]),
             "the teacher at teacher.address has its own value; remove the key, or set"
             " teacher.model",
         ),

@@ -56,14 +56,16 @@ def make_job(
     return parse_job(json.dumps(values))
 
 
-def test_a_started_teacher_keeps_its_keys(tmp_path: Path) -> None:
-    """The trainer's job has the address of its teacher beside keys that belong to the model."""
+def test_the_job_of_a_started_teacher_is_valid(tmp_path: Path) -> None:
+    """The trainer's job has the address of its teacher in place of the keys of the model."""
     job = make_job(
         tmp_path, "on_policy", teacher={"model": "teacher", "batch_invariant": True, "top_k": 8}
     )
     write_address(tmp_path, "localhost:1")
     assert isinstance(job, OnPolicyJob)
     started = connected(job, tmp_path)
+    assert OnPolicyJob.model_validate(started.model_dump(exclude_unset=True)) == started
+    assert started.teacher.top_k == 8
     assert fit_columns(started, started.data_files) == fit_columns(job, job.data_files)
     Path(job.data.path).write_text('{"instruction": "1+1=", "output": "2"}\n')
     columns, layout = fit_columns(started, started.data_files)

@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 from accelerate import Accelerator
 
+from clients.config.kinds import AnyTraining
+from clients.config.on_policy import OnPolicyJob
 from clients.config.sft import SFTJob
 from clients.preflight.limits import NO_LIMITS, Limits, write_limits
 from clients.runs.directory import RunDirectory, Verdict
 from clients.runs.progress import Progress, run_to_verdict
+from clients.runs.started_services import connected, write_address
 from clients.store.objects import ObjectFolder
 from protos.errors import DistillError, Forbidden, InvalidInput, NotFound, WrongState
 from student_trainer.checkpoints import checkpoint
@@ -55,9 +58,9 @@ def job(prefix: str, **change: Any) -> SFTJob:
 class Machine:
     """A run directory on one machine, with the copies of its newest attempt."""
 
-    def __init__(self, path: Path, config: SFTJob) -> None:
+    def __init__(self, path: Path, config: AnyTraining) -> None:
         self.run = RunDirectory.create(path, config)
-        self.config = config
+        self.config: AnyTraining = config
         self.copies = self.attempt()
 
     def attempt(self, number: int = 1) -> RunCopies:
@@ -415,6 +418,27 @@ def test_the_limits_of_the_first_machine_are_those_of_the_next(
     assert copied_limits(same_job, progress) == limits
     with pytest.raises(InvalidInput, match=r"another train\.prompts_per_step: 6, not 7"):
         copied_limits(job(prefix, train={"prompts_per_step": 7}), progress)
+
+
+def test_a_started_teacher_has_another_address_in_each_attempt(
+    server: S3Server, prefix: str, tmp_path: Path
+) -> None:
+    """The copies have the job with `teacher.model`, and the attempts have addresses instead."""
+    teacher = {"model": "/here/teacher", "dtype": "float32", "batch_invariant": True, "top_k": 8}
+    values = job(prefix).model_dump(include={"name", "student", "data", "checkpoint"})
+    config = OnPolicyJob.model_validate(values | {"teacher": teacher})
+    machine = Machine(tmp_path / "run", config)
+    for number, address in enumerate(("localhost:1", "localhost:2"), 1):
+        write_address(machine.run.path, address)
+        machine.config = connected(config, machine.run.path)
+        assert machine.resume(number) == 0
+    machine.config = connected(
+        config.model_copy(update={"teacher": config.teacher.model_copy(update={"top_k": 9})}),
+        machine.run.path,
+    )
+    with pytest.raises(InvalidInput, match=r"another teacher\.top_k: 8, not 9"):
+        machine.resume(3)
+    machine.copies.close()
 
 
 def test_refused_with_the_key(server: S3Server, prefix: str, tmp_path: Path) -> None:
