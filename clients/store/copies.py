@@ -23,7 +23,7 @@ from clients.runs.file_system import lock_file
 from clients.store.manifest import MANIFEST, Manifest, parse_manifest, read_manifest
 from clients.store.objects import ObjectFolder
 from clients.store.shards import ShardFacts, write_synced
-from protos.errors import Corrupt, DistillError, NotFound
+from protos.errors import Corrupt, DistillError, InvalidInput, NotFound
 
 log = logging.getLogger(__name__)
 
@@ -135,8 +135,17 @@ def _is_copied(copy: Path, facts: ShardFacts) -> bool:
 
 
 def cache_directory() -> Path:
-    """Return the directory of local copies of objects, and of cached records of data sets."""
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    """Return the directory of local copies of objects, and of cached records of data sets.
+
+    Raises InvalidInput if it is in the home directory of a user who has none.
+    """
+    try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        raise InvalidInput(
+            f"user {os.getuid()} has no home directory for the cache",
+            hint="set XDG_CACHE_HOME to a directory that can be written",
+        ) from error
     return caches / "distill"
 
 

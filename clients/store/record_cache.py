@@ -7,36 +7,35 @@
 
 KEY is the sha256 of the fingerprint of the content, the columns and a version. A process that needs
 a missing file makes it while others wait for the lock. Every record has a checksum, so a damaged
-file never gives other values. Without a writable cache, the records are held in memory.
+file never gives other values. Without a cache that can be written and locked, each process holds
+the records in memory, in about as many bytes as the file would have.
 """
 
 from __future__ import annotations
 
 import base64
-import errno
 import hashlib
 import json
 import logging
 import os
-import shutil
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from clients.data.records import DataSet
-from clients.runs.file_system import lock_file
+from clients.store.cache_entries import LOCK, delete_all, delete_unused, locked_entry
 from clients.store.copies import cache_directory
 from protos.errors import Corrupt, InvalidInput
 
 _VERSION = 1  # of the files, and of the checks
-_FILE, _FACTS, _LOCK = "records.arrow", "facts.json", "lock"
+_FILE, _FACTS = "records.arrow", "facts.json"
 # The columns of the file, and their types.
 _COLUMNS = {"file": "int32", "row": "int64", "text": "large_binary", "checksum": "uint32"}
 _BATCH = 4096
@@ -103,8 +102,9 @@ class CachedRecords:
         self, file: int, row: int, text: bytes, checksum: int
     ) -> tuple[str, Mapping[str, Any]]:
         if _checksum(file, row, text) != checksum:
-            assert self.directory is not None, "only files have checksums"
-            (self.directory / _FACTS).unlink(missing_ok=True)
+            assert self.directory is not None, "nothing changes the records in memory"
+            with suppress(OSError):
+                (self.directory / _FACTS).unlink(missing_ok=True)
             raise Corrupt(
                 f"the cached records in {self.directory} are damaged",
                 hint="start the job again: it makes them again",
@@ -113,46 +113,57 @@ class CachedRecords:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock of the directory, so that one process at a time checks the records."""
-        with _lock(self.directory) if self.directory else nullcontext():
+        """Hold the lock of the directory, so that one process at a time checks the records.
+
+        If the lock cannot be taken, several processes may check them, with the same result.
+        """
+        with ExitStack() as stack:
+            if self.directory:
+                try:
+                    stack.enter_context(locked_entry(self.directory))
+                except (OSError, InvalidInput) as error:
+                    log.warning("the records of %s are checked: %s", self._data_set.path, error)
             yield
 
 
 def open_records(data_set: DataSet, columns: Sequence[str]) -> CachedRecords:
     """Return the records of a data set with these columns, from the cache, which is made first.
 
-    Raises InvalidInput as `DataSet.rows` does, if the data change while they are read, or if the
-    disk of the cache is full.
+    Raises InvalidInput as `DataSet.rows` does, or if the data change while they are read.
     """
     try:
         root = records_directory()
         root.mkdir(parents=True, exist_ok=True)
-        key = _content_key(data_set, columns, root)
-        directory = root / key
-        directory.mkdir(exist_ok=True)
-        lock = _lock(directory)
+        directory = root / _content_key(data_set, columns, root)
+        with locked_entry(directory):
+            return _open(data_set, directory) or _make(data_set, columns, directory, root)
+    except _NoJSON as error:  # a value that JSON does not have, such as a date
+        log.info("the records of %s are held in memory: %s", data_set.path, error)
+        return CachedRecords(data_set, None, list(data_set.located(columns)))
     except (OSError, InvalidInput) as error:
         if isinstance(error, InvalidInput) and error.field:
             raise
-        log.warning("the records of %s are held in memory: %s", data_set.path, error)
-        return _in_memory(data_set, columns)
-    with lock:
-        return _open(data_set, directory) or _make(data_set, columns, directory, root)
+        log.warning(
+            "each process holds the records of %s in memory: %s. Set XDG_CACHE_HOME to a directory"
+            " that can be written, or free space (distill cache --clear)",
+            *(data_set.path, error),
+        )
+    return _read_into_memory(data_set, columns)
 
 
-def _lock(directory: Path) -> IO[str]:
-    """Return the locked file of a directory; closing it releases the lock."""
-    lock = (directory / _LOCK).open("w")
+def _read_into_memory(data_set: DataSet, columns: Sequence[str]) -> CachedRecords:
+    import pyarrow
+
+    batches, has_bytes = list[Any](), False
     try:
-        lock_file(lock, directory / _LOCK, wait=True)
-    except BaseException:
-        lock.close()
-        raise
-    return lock
-
-
-def _in_memory(data_set: DataSet, columns: Sequence[str]) -> CachedRecords:
-    return CachedRecords(data_set, None, list(data_set.located(columns)))
+        for batch, batch_has_bytes in _read_batches(data_set, columns):
+            batches.append(batch)
+            has_bytes |= batch_has_bytes
+    except _NoJSON:
+        return CachedRecords(data_set, None, list(data_set.located(columns)))
+    table = pyarrow.Table.from_batches(batches, _schema())
+    arrow_columns = {name: table.column(name) for name in _COLUMNS}
+    return CachedRecords(data_set, None, arrow_columns, has_bytes=has_bytes)
 
 
 def _open(data_set: DataSet, directory: Path) -> CachedRecords | None:
@@ -182,33 +193,21 @@ def _make(data_set: DataSet, columns: Sequence[str], directory: Path, root: Path
     """Read the data, write the file, and open it. The lock is held."""
     import pyarrow
 
+    delete_unused(root)
     for leftover in directory.iterdir():
-        if leftover.name != _LOCK:
+        if leftover.name != LOCK:
             leftover.unlink()
-    schema = _schema()
     partial = directory / f"{_FILE}.tmp"
-    reported_at, count, has_bytes = time.monotonic(), 0, False
-    located = data_set.located(columns)
+    count, has_bytes = 0, False
     try:
-        with pyarrow.OSFile(str(partial), "wb") as sink, pyarrow.ipc.new_file(sink, schema) as file:
-            while batch := list(islice(located, _BATCH)):
-                try:
-                    texts = [_format(record) for _, _, record in batch]
-                except TypeError as error:  # a value that JSON does not have, such as a date
-                    log.info("the records of %s are held in memory: %s", data_set.path, error)
-                    return _in_memory(data_set, columns)
-                files, rows = [file for file, _, _ in batch], [row for _, row, _ in batch]
-                has_bytes |= any(_ESCAPED_BYTES in text for text in texts)
-                checksums = list(map(_checksum, files, rows, texts))
-                arrays = [
-                    pyarrow.array(values, field.type)
-                    for values, field in zip((files, rows, texts, checksums), schema, strict=True)
-                ]
-                file.write_batch(pyarrow.record_batch(arrays, schema=schema))
-                count += len(batch)
-                if time.monotonic() - reported_at > _SECONDS_BETWEEN_REPORTS:
-                    reported_at = time.monotonic()
-                    log.info("reading %s: %s records so far", data_set.path, f"{count:,}")
+        with (
+            pyarrow.OSFile(str(partial), "wb") as sink,
+            pyarrow.ipc.new_file(sink, _schema()) as file,
+        ):
+            for batch, batch_has_bytes in _read_batches(data_set, columns):
+                file.write_batch(batch)
+                count += batch.num_rows
+                has_bytes |= batch_has_bytes
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         if _content_key(data_set, columns, root) != directory.name:
@@ -221,14 +220,6 @@ def _make(data_set: DataSet, columns: Sequence[str], directory: Path, root: Path
         partial.rename(directory / _FILE)
         facts = {"records": count, "bytes": size, "has_bytes": has_bytes}
         _replace(directory / _FACTS, json.dumps(facts))
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise InvalidInput(
-            f"the disk of {directory.parent} is full: the records of {data_set.path} do not fit",
-            field="XDG_CACHE_HOME",
-            hint="free space (distill cache --clear), or set the variable to another disk",
-        ) from error
     finally:
         partial.unlink(missing_ok=True)
     log.info(
@@ -236,8 +227,31 @@ def _make(data_set: DataSet, columns: Sequence[str], directory: Path, root: Path
         *(data_set.path, f"{count:,}", directory, size / 2**20),
     )
     cached = _open(data_set, directory)
-    assert cached is not None, "it was written under the lock"
+    if cached is None:
+        raise FileNotFoundError(f"{directory} was deleted")
     return cached
+
+
+def _read_batches(data_set: DataSet, columns: Sequence[str]) -> Iterator[tuple[Any, bool]]:
+    """Yield Arrow batches of the records, each with whether it has bytes. Raises _NoJSON."""
+    import pyarrow
+
+    schema, located = _schema(), data_set.located(columns)
+    reported_at, count = time.monotonic(), 0
+    while batch := list(islice(located, _BATCH)):
+        texts = [_format(record) for _, _, record in batch]
+        files, rows = [file for file, _, _ in batch], [row for _, row, _ in batch]
+        checksums = list(map(_checksum, files, rows, texts))
+        arrays = [
+            pyarrow.array(values, field.type)
+            for values, field in zip((files, rows, texts, checksums), schema, strict=True)
+        ]
+        has_bytes = any(_ESCAPED_BYTES in text for text in texts)
+        yield pyarrow.record_batch(arrays, schema=schema), has_bytes
+        count += len(batch)
+        if time.monotonic() - reported_at > _SECONDS_BETWEEN_REPORTS:
+            reported_at = time.monotonic()
+            log.info("reading %s: %s records so far", data_set.path, f"{count:,}")
 
 
 def _replace(path: Path, text: str) -> None:
@@ -253,8 +267,15 @@ def _schema() -> Any:
     return pyarrow.schema(list(_COLUMNS.items()))
 
 
+class _NoJSON(Exception):
+    """A record has a value that JSON does not have."""
+
+
 def _format(record: Mapping[str, Any]) -> bytes:
-    return json.dumps(record, ensure_ascii=False, default=_replace_bytes).encode()
+    try:
+        return json.dumps(record, ensure_ascii=False, default=_replace_bytes).encode()
+    except TypeError as error:
+        raise _NoJSON(str(error)) from error
 
 
 def _replace_bytes(value: object) -> Mapping[str, str]:
@@ -372,12 +393,23 @@ class States:
 def cached_sizes() -> dict[str, int]:
     """Return the bytes of each part of the cache: records, files, stores."""
     return {
-        place.name: sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
+        place.name: sum(_size(path) for path in place.rglob("*"))
         for place in sorted(cache_directory().glob("*"))
         if place.is_dir()
     }
 
 
-def clear_records() -> None:
-    """Delete all cached records. Running jobs keep the files that they have open."""
-    shutil.rmtree(records_directory(), ignore_errors=True)
+def _size(path: Path) -> int:
+    """Return the size of a file; 0 for a directory, or if it was deleted meanwhile."""
+    try:
+        return 0 if path.is_dir() else path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def clear_records() -> int:
+    """Delete the cached records. Running jobs keep the files that they have open.
+
+    Returns the number of data sets that are kept, because a process reads or checks them.
+    """
+    return delete_all(records_directory())

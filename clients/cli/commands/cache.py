@@ -17,7 +17,8 @@ def cache(
     """Print the directory and the size of the cache, or delete the cached records.
 
     `records` has the records of data sets, which jobs read by memory map and make again if they
-    are missing. `files` and `stores` have copies of what jobs name at s3:// and gs://.
+    are missing. Those that no job has opened for 30 days are deleted when a job adds others.
+    `files` and `stores` have copies of what jobs name at s3:// and gs://.
     """
     from clients.cli.commands.submit import format_size
     from clients.store.copies import cache_directory
@@ -25,9 +26,13 @@ def cache(
 
     output = settings_of(context).output
     if clear:
-        freed = cached_sizes().get("records", 0)
-        clear_records()
-        output.result({"freed_bytes": freed}, f"{format_size(freed)} freed")
+        size = cached_sizes().get("records", 0)
+        kept_count = clear_records()
+        freed = size - cached_sizes().get("records", 0)
+        text = f"{format_size(freed)} freed"
+        if kept_count:
+            text += f"; data sets that a job reads or checks now, and that are kept: {kept_count}"
+        output.result({"freed_bytes": freed, "kept": kept_count}, text)
         return ExitCode.OK
     sizes = cached_sizes()
     lines = [str(cache_directory())] + [f"{name}: {format_size(n)}" for name, n in sizes.items()]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -166,7 +168,9 @@ def test_two_jobs_make_it_at_once(tmp_path: Path) -> None:
     assert len(list(record_cache.records_directory().glob("*/records.arrow"))) == 1
 
 
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     data = write(tmp_path / "a.jsonl")
 
     def fill(*_: Any) -> None:
@@ -174,9 +178,36 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fill)
-        with pytest.raises(InvalidInput, match=r"^XDG_CACHE_HOME: the disk of .* is full.*--clear"):
-            open_records(data, [])
+        records = open_records(data, [])
+    assert list(records) == list(data.rows([]))
+    assert records[4096] == (f"row 4097 of {tmp_path}/a.jsonl", RECORDS[4096])
+    assert "in memory: [Errno 28] No space left on device. Set XDG_CACHE_HOME" in caplog.text
     assert not list(record_cache.records_directory().glob("*/records.arrow*"))
+    assert list(open_records(data, [])) == list(data.rows([]))
+    assert list(record_cache.records_directory().glob("*/records.arrow"))
+
+
+def test_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = write(tmp_path / "a.jsonl", RECORDS[:9])
+    cached = open_records(data, [])
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert list(open_records(data, [])) == list(data.rows([]))
+    assert "in memory: the file system of" in caplog.text
+    with cached.locked():
+        pass
+
+
+def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    data = write(tmp_path / "a.jsonl", RECORDS[:9])
     assert list(open_records(data, [])) == list(data.rows([]))
 
 
@@ -187,7 +218,7 @@ def test_without_a_writable_cache(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     data = write(tmp_path / "a.jsonl", RECORDS[:9])
     assert list(open_records(data, [])) == list(data.rows([]))
-    assert "are held in memory: " in caplog.text
+    assert "each process holds the records of" in caplog.text
 
 
 def test_a_broken_record_names_its_place_and_leaves_no_file(tmp_path: Path) -> None:

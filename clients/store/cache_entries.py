@@ -1,0 +1,151 @@
+"""Directories of cached records: their locks, and the deletion of unused directories.
+
+The process that holds the lock of a directory sets the time of the lock file every few seconds. A
+process that waits can therefore tell long work from a suspended process, for which it does not
+wait. The time is also that of the last use.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from clients.runs.file_system import lock_file
+from protos.errors import InvalidInput
+
+LOCK = "lock"
+UNUSED_DAYS = 30
+_BEAT_SECONDS = 5.0
+# A holder whose lock file keeps its time for longer than this is suspended.
+_SUSPENDED_SECONDS = 60.0
+_POLL_SECONDS = 0.1
+_SECONDS_BETWEEN_REPORTS = 10.0
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def locked_entry(directory: Path) -> Iterator[None]:
+    """Create a directory of the cache if it is missing, and hold its lock.
+
+    Raises TimeoutError if the process that holds the lock is suspended, another OSError if the
+    directory cannot be written, and InvalidInput if the file system has no locks.
+    """
+    lock = _wait_for_lock(directory)
+    is_over = threading.Event()
+    beat = threading.Thread(target=_beat, args=(lock.fileno(), is_over), daemon=True)
+    try:
+        beat.start()
+        yield
+    finally:
+        is_over.set()
+        beat.join()
+        lock.close()
+
+
+def _beat(descriptor: int, is_over: threading.Event) -> None:
+    while not is_over.wait(_BEAT_SECONDS):
+        with suppress(OSError):
+            os.utime(descriptor)
+
+
+def _wait_for_lock(directory: Path) -> IO[str]:
+    """Return the locked file of a directory; closing it releases the lock."""
+    path = directory / LOCK
+    beat, beat_at = 0, time.monotonic()
+    reported_at = beat_at
+    while True:
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = path.open("a")
+        except FileNotFoundError:  # the directory was deleted again
+            continue
+        try:
+            lock_file(lock, path, wait=False)
+            if _is_at(lock, path):
+                os.utime(lock.fileno())
+                return lock
+            lock.close()  # the directory was deleted before the lock was taken
+            continue
+        except BlockingIOError:
+            newest_beat = os.fstat(lock.fileno()).st_mtime_ns
+            lock.close()
+        except BaseException:
+            lock.close()
+            raise
+        now = time.monotonic()
+        if newest_beat != beat:
+            beat, beat_at = newest_beat, now
+        elif now - beat_at > _SUSPENDED_SECONDS:
+            raise TimeoutError(
+                errno.ETIMEDOUT,
+                f"the process that reads or checks them has been suspended for {now - beat_at:.0f}"
+                f" s (it holds {path})",
+            )
+        if now - reported_at > _SECONDS_BETWEEN_REPORTS:
+            reported_at = now
+            log.info("waiting for another process that reads or checks the same data (%s)", path)
+        time.sleep(_POLL_SECONDS)
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def delete_entry(directory: Path) -> bool:
+    """Delete a directory of the cache, and return True; False if its lock is held.
+
+    Processes that have its file open keep the file.
+    """
+    try:
+        with (directory / LOCK).open("a") as lock:
+            with suppress(InvalidInput):  # without locks, no process uses the directory
+                lock_file(lock, directory / LOCK, wait=False)
+            # Renamed first, so that nothing is deleted that another process makes in its place.
+            deleted = directory.with_name(f".deleted-{os.getpid()}-{directory.name[-64:]}")
+            directory.rename(deleted)
+            shutil.rmtree(deleted, ignore_errors=True)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        log.warning("cannot delete %s: %s", directory, error)
+    return True
+
+
+def delete_unused(root: Path) -> None:
+    """Delete what no process has used for UNUSED_DAYS days from the directory of all records."""
+    oldest = time.time() - UNUSED_DAYS * 86400
+    for path in root.iterdir():
+        with suppress(OSError):
+            lock = path / LOCK
+            if (lock if lock.exists() else path).stat().st_mtime >= oldest:
+                continue
+            if not path.is_dir():
+                path.unlink()
+            elif delete_entry(path):
+                log.info("deleted %s: not used for %d days", path, UNUSED_DAYS)
+
+
+def delete_all(root: Path) -> int:
+    """Delete everything from the directory of all records, except for the directories whose locks
+    are held; return their number.
+    """
+    kept_count = 0
+    for path in list(root.iterdir()) if root.is_dir() else []:
+        if path.is_dir():
+            kept_count += not delete_entry(path)
+        else:
+            with suppress(OSError):
+                path.unlink()
+    return kept_count
