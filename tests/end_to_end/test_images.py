@@ -150,6 +150,7 @@ def test_teachers_of_text_and_of_images(
         process.close()
 
 
+@pytest.mark.slow
 def test_a_teacher_that_is_the_student(pair: Material, tmp_path: Path) -> None:
     """The KL of a model to itself is zero: trainer and teacher read the same images."""
     from tests.student_trainer.tiny import job
@@ -165,6 +166,7 @@ def test_a_teacher_that_is_the_student(pair: Material, tmp_path: Path) -> None:
     assert abs(first_line["kl/teacher"]) < 1e-4
 
 
+@pytest.mark.slow
 def test_rl(pair: Material, teacher_address: str, tmp_path: Path) -> None:
     """RL with a reward, an EMA anchor and a teacher that reads images."""
     from tests.student_trainer.tiny import rl_job

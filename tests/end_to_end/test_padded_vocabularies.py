@@ -109,7 +109,9 @@ class Pairs:
 
 
 @pytest.fixture(
-    scope="module", params=[make_padded_model, make_biased_model], ids=["cut", "without mass"]
+    scope="module",
+    params=[make_padded_model, pytest.param(make_biased_model, marks=pytest.mark.slow)],
+    ids=["cut", "without mass"],
 )
 def width_pairs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pairs:
     return Pairs(tmp_path_factory.mktemp("pairs"), request.param)

@@ -26,7 +26,7 @@ from tests.clients.store.test_store import META, ROOT, entry
 from tests.faults.conftest import REPEATS
 from tests.small_disk import small_disk
 
-MUTATIONS = 500 * REPEATS
+MUTATIONS = 10_000 if REPEATS >= 20 else 300
 ENTRIES = [entry(number) for number in range(6)]
 
 

@@ -32,6 +32,7 @@ from protos.errors import InvalidInput, Overloaded, Unavailable, WrongState
 from tests.distill_server.conftest import job_config
 from tests.distill_server.jobs.history import ACTIVE, History
 from tests.distill_server.scripted_runner import ScriptedRunner, SmallServer
+from tests.faults.conftest import REPEATS
 
 MAX_QUEUED, RETRIES, SLOTS = 4, 1, 2
 POLICY = Policy(Machine(slots=SLOTS), MAX_QUEUED, RETRIES, backoff=0.0, wait=0.0, longest_wait=0.0)
@@ -240,7 +241,7 @@ class Jobs(RuleBasedStateMachine):
 
 TestJobs = Jobs.TestCase
 TestJobs.settings = settings(
-    max_examples=60,
+    max_examples=60 if REPEATS >= 20 else 15,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,

@@ -137,7 +137,10 @@ def test_the_newest_and_the_best_are_there(server: S3Server, prefix: str, tmp_pa
         machine.copies.close()
 
 
-@pytest.mark.parametrize("damage", ["no manifest", "other bytes", "a file is missing"])
+@pytest.mark.parametrize(
+    "damage",
+    ["no manifest", "other bytes", pytest.param("a file is missing", marks=pytest.mark.slow)],
+)
 def test_what_is_not_whole_is_not_used(
     server: S3Server, prefix: str, damage: str, tmp_path: Path
 ) -> None:
@@ -245,7 +248,14 @@ def damage(path: Path, kind: str) -> None:
             (path / "model" / "weights.bin").write_bytes(b"x" * 100_000)
 
 
-@pytest.mark.parametrize("kind", ["a file is missing", "the manifest is cut", "other bytes"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "the manifest is cut",
+        "other bytes",
+        pytest.param("a file is missing", marks=pytest.mark.slow),
+    ],
+)
 def test_a_damaged_checkpoint_is_not_copied(
     server: S3Server, prefix: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

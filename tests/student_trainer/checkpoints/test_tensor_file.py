@@ -75,7 +75,7 @@ def test_no_tensors(tmp_path: Path) -> None:
     assert (tmp_path / "found").read_bytes() == (tmp_path / "expected").read_bytes()
 
 
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_every_byte_is_in_one_part(tmp_path: Path, parts: int) -> None:
     """A changed byte changes the digest of one part; in the header it may make the file invalid."""
     path = tmp_path / "file"

@@ -97,10 +97,13 @@ def test_on_policy(material: tiny.Material, tmp_path: Path, draws: int) -> None:
     "changes",
     [
         {},
-        {"method__ratio": "sequence", "method__aggregate": "seq-mean-token-mean"},
+        pytest.param(
+            {"method__ratio": "sequence", "method__aggregate": "seq-mean-token-mean"},
+            marks=pytest.mark.slow,
+        ),
         {"method__advantages": "gae"},
-        {"method__kl_in": "reward"},
-        {"method__top_k": 0, "method__estimator": "k3"},
+        pytest.param({"method__kl_in": "reward"}, marks=pytest.mark.slow),
+        pytest.param({"method__top_k": 0, "method__estimator": "k3"}, marks=pytest.mark.slow),
         {"anchor__context": "{answer}="},
     ],
     ids=["grpo", "gspo", "critic", "kl as reward", "k3", "privileged anchor"],

@@ -89,7 +89,7 @@ def test_killed_again_and_again(new_run: NewRun, sums: Path, model: Path) -> Non
 
 
 @pytest.mark.parametrize("point", ["capture-file-written", "capture-file-named"])
-@pytest.mark.parametrize("action", ["kill", "raise"])
+@pytest.mark.parametrize("action", ["kill", pytest.param("raise", marks=pytest.mark.slow)])
 def test_every_place_to_die(
     new_run: NewRun, data: Path, words: Path, captured_store: Path, point: str, action: str
 ) -> None:
