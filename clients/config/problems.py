@@ -16,6 +16,23 @@ from clients.config.lines import KeyPath
 from clients.config.on_policy import OnPolicyJob
 from clients.data.object_urls import redact_place
 
+# The keys for what other trainers call by names that resemble no key.
+_KEYS_BY_FOREIGN_NAME: Mapping[str, KeyPath] = {
+    "lr": ("train", "learning_rate"),
+    "batch_size": ("train", "prompts_per_step"),
+    "per_device_train_batch_size": ("train", "prompts_per_step"),
+    "micro_batch_size": ("train", "tokens_per_micro_batch"),
+    "grad_clip": ("train", "max_grad_norm"),
+    "epochs": ("max_steps",),
+    "num_train_epochs": ("max_steps",),
+    "eval_steps": ("eval", "every"),
+    "save_steps": ("checkpoint", "every"),
+    "max_seq_length": ("method", "max_tokens"),
+    "max_length": ("method", "max_tokens"),
+    "lora_r": ("student", "lora", "rank"),
+    "model_name_or_path": ("student", "model"),
+    "dataset": ("data", "path"),
+}
 # The start of pydantic's messages, such as "String should have at least 1 character".
 _PYDANTIC_SUBJECT = re.compile(r"^(Input|String|Tuple|Dictionary) should ")
 
@@ -121,17 +138,27 @@ def _suggest_key(path: KeyPath, model: type[BaseModel]) -> str:
     keys = _all_keys(model)
     if kinds := [repr(kind) for kind, job_class in KINDS.items() if path in _all_keys(job_class)]:
         return f"; only a job with method.type = {' or '.join(kinds)} has it"
+    if (key := _KEYS_BY_FOREIGN_NAME.get(name)) in keys:
+        return _suggest(key, table)
     table_keys = [key[-1] for key in keys if key[:-1] == table]
     if similar := _suggest_similar(name, table_keys):
         return similar
     if same_name_keys := [key for key in keys if key[-1] == name]:
         return "; it belongs to " + " or ".join(_table_of(key) for key in same_name_keys)
+    if not table and (methods := difflib.get_close_matches(name, KINDS, n=1, cutoff=0.75)):
+        return f"; did you mean method.type = {methods[0]!r}?"
     # If two keys have the same name, prefer the one in the same table.
     names = {key[-1]: key for key in sorted(keys, key=lambda key: key[:-1] == table)}
     if similar_names := difflib.get_close_matches(name, names, n=1):
-        key = names[similar_names[0]]
-        return f"; did you mean '{'.'.join(key if key[:-1] != table else key[-1:])}'?"
+        return _suggest(names[similar_names[0]], table)
     return ""
+
+
+def _suggest(key: KeyPath, table: KeyPath) -> str:
+    if key[:-1] == table:
+        return f"; did you mean '{key[-1]}'?"
+    place = "" if len(key) > 1 else " at the top of the file"
+    return f"; did you mean '{'.'.join(key)}'{place}?"
 
 
 def _suggest_similar(name: str, names: Iterable[str]) -> str:

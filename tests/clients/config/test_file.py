@@ -95,8 +95,14 @@ def test_the_same_of_yaml(job_file: Write) -> None:
              " or hub id\n"
              "  a.toml: data.path: missing; Records: .jsonl, .json, .csv, .parquet, a pattern, an"
              " s3:// or gs:// URL, or a hub id"),
-        (HEAD + "max_step = 4", "a.toml:5: data.max_step: unknown key; did you mean 'max_steps'?"),
+        (HEAD + "max_step = 4",
+         "a.toml:5: data.max_step: unknown key; did you mean 'max_steps' at the top of the file?"),
         ("step = 4\n" + HEAD, "a.toml:1: step: unknown key; did you mean 'max_steps'?"),
+        ("epochs = 4\n" + HEAD, "a.toml:1: epochs: unknown key; did you mean 'max_steps'?"),
+        ("lr = 1\n" + HEAD, "a.toml:1: lr: unknown key; did you mean 'train.learning_rate'?"),
+        (HEAD + "[train]\nlr = 1",
+         "a.toml:6: train.lr: unknown key; did you mean 'learning_rate'?"),
+        (HEAD + "[sftt]\nx = 1", "a.toml:5: sftt: unknown key; did you mean method.type = 'sft'?"),
         ("top_k = 4\n" + HEAD, "a.toml:1: top_k: unknown key; it belongs to [teacher]"),
         (HEAD + "[train]\ntemperature = 2.0",
          "a.toml:6: train.temperature: unknown key; it belongs to [method]"),
