@@ -113,7 +113,7 @@ def read_records(path: str, columns: Sequence[str], field: str) -> Iterator[Reco
             yield from _read_array(stream, path, field)
         else:
             for number, line in enumerate(stream, 1):
-                record = record_in(line, f"{path}:{number}", field)
+                record = _record_of_line(line, number, path, field)
                 if record is not None:
                     yield record
 
@@ -244,10 +244,30 @@ def _lines_start(stream: BinaryIO, path: str, field: str) -> tuple[list[Record],
     is_complete = len(content) < _START_BYTES
     lines = content.split(b"\n")
     located = enumerate(lines if is_complete else lines[:-1], 1)
-    records = (record_in(line, f"{path}:{number}", field) for number, line in located)
+    records = (_record_of_line(line, number, path, field) for number, line in located)
     return list(islice((record for record in records if record is not None), START_RECORDS)), (
         is_complete
     )
+
+
+def _record_of_line(line: bytes, number: int, path: str, field: str) -> Record | None:
+    """Return the record of a line; a .json file may also be an object that holds the records."""
+    try:
+        record = record_in(line, f"{path}:{number}", field)
+    except InvalidInput as error:
+        if suffix_of(path) == ".json":
+            error.hint = "write one array of objects, [{...}, {...}], or one object in each line"
+        raise
+    if suffix_of(path) == ".json" and record is not None and len(record) == 1:
+        ((key, values),) = record.items()
+        is_message = isinstance(values, list) and any("role" in v or "from" in v for v in values)
+        if isinstance(values, list) and values and isinstance(values[0], dict) and not is_message:
+            raise InvalidInput(
+                f"{path} is one object, whose key {key!r} holds the records",
+                field=field,
+                hint="write the array of this key alone, such as with jq .KEY",
+            )
+    return record
 
 
 def record_in(line: bytes, location: str, field: str) -> dict[str, Any] | None:
@@ -298,18 +318,24 @@ def _read_csv(stream: BinaryIO, path: str, field: str) -> tuple[list[str], Itera
 
 
 def _csv_rows(stream: BinaryIO, path: str, field: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line at which each row ends, and its cells. Empty lines are skipped."""
+    """Yield the line at which each row ends, and its cells. Empty lines are skipped.
+
+    The values are separated by semicolons or tabs if the first line has these and no comma.
+    """
     csv.field_size_limit(_MAX_CELL_CHARS)
     encodings = chain(["utf-8-sig"], repeat("utf-8"))  # only the first line may begin with a BOM
     lines = (line.decode(encoding) for line, encoding in zip(stream, encodings, strict=False))
-    reader = csv.reader(lines, strict=True)
+    reader: Any = None
     try:
+        first = next(lines, "")
+        delimiter = next((mark for mark in ",;\t" if mark in first), ",")
+        reader = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
         for cells in reader:
             if cells:
                 yield reader.line_num, cells
     except (csv.Error, UnicodeDecodeError) as error:
         raise InvalidInput(
-            f"{path}:{max(reader.line_num, 1)} is not CSV: {error}",
+            f"{path}:{max(reader.line_num, 1) if reader else 1} is not CSV: {error}",
             field=field,
             hint="write commas between values, in UTF-8, and double the quotes of a quoted value",
         ) from error

@@ -25,6 +25,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from clients.data.formats import FORMATS
+from clients.data.records import DataSet
+from protos.errors import DistillError, InvalidInput
+
 END = "<|end|>"
 
 
@@ -44,12 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _build_parser().parse_args(arguments)
     disable_progress_bar()
     torch.manual_seed(options.seed)
-    records = [json.loads(line) for line in options.data.read_text().splitlines()]
-    ends = [options.separator] * (len(options.columns) - 1) + [""]
-    columns = [
-        [record[name] + end for name, end in zip(options.columns, ends, strict=True)]
-        for record in records
-    ]
+    try:
+        columns = _read_columns(options)
+    except DistillError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
     if Path(options.tokenizer).is_dir():
         tokenizer = PreTrainedTokenizerFast.from_pretrained(options.tokenizer)
     else:
@@ -147,6 +150,33 @@ def train(model: Qwen3ForCausalLM, texts: list[Text], options: argparse.Namespac
     return sum(recent_losses) / len(recent_losses)
 
 
+def _read_columns(options: argparse.Namespace) -> list[list[str]]:
+    """Return the values of the columns of each record, each but the last with the separator.
+
+    Raises InvalidInput if the data cannot be read, or if a value is missing or not a text.
+    """
+    ends = [options.separator] * (len(options.columns) - 1) + [""]
+    data = DataSet(options.data, field="--data")
+    texts = []
+    for place, record in data.rows(options.columns):
+        for name in options.columns:
+            if not isinstance(record.get(name), str):
+                problem = (
+                    "is not a text" if name in record else f"is not one of {', '.join(record)}"
+                )
+                raise InvalidInput(
+                    f"column {name!r} of {place} {problem}",
+                    field="--columns",
+                    hint="name columns of texts",
+                )
+        texts.append([record[name] + end for name, end in zip(options.columns, ends, strict=True)])
+    if not texts:
+        raise InvalidInput(
+            f"{options.data} has no records", field="--data", hint="give a file with records"
+        )
+    return texts
+
+
 def _encode_text(
     tokenizer: PreTrainedTokenizerFast, values: list[str], options: argparse.Namespace
 ) -> Text:
@@ -169,7 +199,7 @@ def _pad_texts(texts: list[Text], max_tokens: int) -> tuple[Tensor, Tensor]:
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="a .jsonl file")
+    parser.add_argument("--data", required=True, help=f"records: {FORMATS}, or a pattern")
     parser.add_argument(
         "--columns", nargs="+", default=["prompt", "answer"], help="columns to join into a text"
     )

@@ -71,9 +71,9 @@ def lines_of(records: Sequence[Record]) -> bytes:
     return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
 
 
-def write_csv(path: Path, records: Sequence[Record]) -> None:
+def write_csv(path: Path, records: Sequence[Record], delimiter: str = ",") -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, records[0])
+        writer = csv.DictWriter(file, records[0], delimiter=delimiter)
         writer.writeheader()
         writer.writerows(records)
 
@@ -93,6 +93,8 @@ def write(path: Path, records: Sequence[Record]) -> None:
             path.write_text(json.dumps(records, indent=1), encoding="utf-8-sig")
         case "csv":
             write_csv(path, records)
+        case "semicolons.csv":
+            write_csv(path, records, ";")
         case "parquet":
             pa.parquet.write_table(pa.Table.from_pylist([*records]), path, row_group_size=7)
         case "jsonl.gz":
@@ -111,7 +113,7 @@ def write(path: Path, records: Sequence[Record]) -> None:
                 path.with_name(f"data.{part}.jsonl").write_bytes(lines)
 
 
-SUFFIXES = ["jsonl", "lines.json", "json", "csv", "parquet"]
+SUFFIXES = ["jsonl", "lines.json", "json", "csv", "semicolons.csv", "parquet"]
 SUFFIXES += ["jsonl.gz", "json.gz", "jsonl.zst", "csv.zst", "*.jsonl"]
 TEXTS = [(layout, suffix) for layout in ("TRL", "Alpaca") for suffix in SUFFIXES]
 TALKS = [
@@ -237,6 +239,18 @@ REFUSED: dict[str, tuple[bytes, str, dict[str, str], str]] = {
     "cut.jsonl.gz": (
         gzip.compress(lines_of([{"prompt": "1", "completion": "2"}]))[:-9],
         r"data.path: \S+ cannot be read as gzip: .*; compress the file again",
+        {},
+        "",
+    ),
+    "indented.json": (
+        json.dumps({"data": [BOTH] * 30}, indent=1).encode(),
+        r"data.path: \S+:1 is not JSON: .*; write one array of objects, \[\{",
+        {},
+        "",
+    ),
+    "object.json": (
+        json.dumps({"data": [{"prompt": "1", "completion": "2"}] * 30}).encode(),
+        r"data.path: \S+ is one object, whose key 'data' holds the records; write the array of",
         {},
         "",
     ),
