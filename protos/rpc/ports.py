@@ -1,13 +1,15 @@
-"""Chooses ports of this machine for programs that start later."""
+"""Chooses ports of this machine for programs that start later, and says who listens on a port."""
 
 from __future__ import annotations
 
+import pwd
 import random
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LISTEN = "0A"  # a state in /proc/net/tcp
 _FIRST_PORT = 20_000  # lower ports: well-known services, and Ray's workers (10,002 to 19,999)
 
 
@@ -37,6 +39,39 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
                 continue
             ports.append(server.getsockname()[1])
     return ports
+
+
+def describe_listener(port: int) -> str:
+    """Return the user, and if visible the program and directory, that listen on a port; or "".
+
+    Linux shows the user of every listening socket, and the process to this user and to root.
+    """
+    uid, socket_link = _listening_socket(port)
+    if not socket_link:
+        return ""
+    try:
+        user = pwd.getpwuid(uid).pw_name
+    except KeyError:
+        user = str(uid)
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            if str(descriptor.readlink()) == socket_link:
+                process = descriptor.parents[1]
+                program = (process / "comm").read_text().strip()
+                directory = (process / "cwd").readlink()
+                return f"{program} (process {process.name} of {user}, in {directory})"
+    return f"a process of {user}"
+
+
+def _listening_socket(port: int) -> tuple[int, str]:
+    """Return the user id and the link of the socket that listens on a port, or (0, "")."""
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                _, local, _, state, _, _, _, uid, _, inode, *_ = line.split()
+                if state == _LISTEN and int(local.rpartition(":")[2], 16) == port:
+                    return int(uid), f"socket:[{inode}]"
+    return 0, ""
 
 
 def _outgoing_range() -> tuple[int, int]:

@@ -26,6 +26,7 @@ from protos.auth.access import (
 from protos.auth.tls import TlsFiles, server_credentials
 from protos.errors import InvalidInput
 from protos.rpc.health import Health
+from protos.rpc.ports import describe_listener
 from protos.rpc.statuses import ErrorBoundary
 from protos.rpc.transport import SERVER_OPTIONS, is_loopback
 
@@ -94,10 +95,11 @@ def require_free_port(host: str, port: int, option: str = "--port") -> None:
 
 
 def _port_taken(port: int, option: str = "--port") -> InvalidInput:
+    listener = describe_listener(port)
     return InvalidInput(
-        f"port {port} is taken",
+        f"port {port} is taken" + (f" by {listener}" if listener else ""),
         field=option,
-        hint="choose another port, or 0 for any free port",
+        hint="choose another port, or 0 for any free port, and give clients the new address",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import signal
 import socket
@@ -102,8 +103,11 @@ def test_taken_port(tmp_path: Path) -> None:
         port = str(listener.getsockname()[1])
         process = run(command(tmp_path, "--port", port))
     assert (process.returncode, process.stdout) == (2, "")
+    name, user = Path("/proc/self/comm").read_text().strip(), getpass.getuser()
     assert process.stderr.splitlines()[-1] == (
-        f"error: --port: port {port} is taken; choose another port, or 0 for any free port"
+        f"error: --port: port {port} is taken by {name} (process {os.getpid()} of {user}, in"
+        f" {Path.cwd()}); choose another port, or 0 for any free port, and give clients the new"
+        " address"
     )
 
 

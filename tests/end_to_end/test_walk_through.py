@@ -62,6 +62,7 @@ def normalize_line(line: str) -> str:
     line = re.sub(r"RUNNING \w+ .*eval/.*", "RUNNING MEASURED", line)
     line = re.sub(r'"(id|content|finish_reason)":"(?:\\.|[^"\\])+"', r'"\1":TEXT', line)
     line = re.sub(r"(RUNNING|CANCELLING) [a-z]\w*", r"\1 PHASE", line)
+    line = re.sub(r"taken by [^;]+", "taken by LISTENER", line)
     line = re.sub(r"/\S+/", "/", line)
     line = re.sub(r"(localhost|127[.0-9]+):\d+", "ADDRESS", line)
     return " ".join(re.sub(r"\d[-+:.e\d]*", "N", line).split())
