@@ -13,6 +13,7 @@ from clients.config.tables.common import (
     Count,
     EvaluatedModel,
     FittedTable,
+    ModelSettings,
     Name,
     Rule,
     Table,
@@ -130,6 +131,8 @@ class ExamConfig(Table):
     """The prompts. None: the prompts of the reward's task."""
     seed: Annotated[int, Field(ge=0, lt=2**31)]
     """Seed of the selection of prompts and of sampling."""
+    student: ModelSettings = ModelSettings()
+    """Settings of all models."""
     endpoint: str | None = None
     """http://HOST:PORT/v1 of an OpenAI-compatible server. None: the models are directories."""
     api: Literal["chat", "completions"] = "chat"
@@ -160,6 +163,11 @@ class ExamConfig(Table):
                     has_template,
                     "data.messages_column data.system data.template_arguments",
                     "text completions have no chat template; use --api chat",
+                ),
+                (
+                    self.endpoint is None,
+                    "student.chat_template",
+                    "the endpoint applies its chat template; remove the key",
                 ),
                 (
                     keeps_template,

@@ -15,6 +15,7 @@ from typing import Any
 
 from clients.config.evaluation import ExamConfig
 from clients.config.tables.data import DataConfig
+from clients.data.tokens.tokenizer import read_template
 from clients.preflight.columns import with_columns
 from protos.errors import InvalidInput
 from protos.extras import install_command
@@ -140,7 +141,9 @@ def _collect_settings(config: ExamConfig, model: str) -> dict[str, Any]:
     data, method, is_local = config.data, config.method, config.endpoint is None
     weights = [(file.name, file.stat()) for file in sorted(Path(model).glob("*.safetensors"))]
     format_values = (data or DataConfig(path="-")).model_dump()
-    added_columns = {key: format_values[key] for key in _ADDED_KEYS if format_values[key]}
+    added_values = {key: format_values[key] for key in _ADDED_KEYS if format_values[key]}
+    if config.student.chat_template is not None:
+        added_values["student_template"] = read_template(Path(config.student.chat_template))
     return {
         "model": model,
         "temperature": method.temperature,
@@ -153,7 +156,7 @@ def _collect_settings(config: ExamConfig, model: str) -> dict[str, Any]:
         "template": data.template if data else config.reward.template,
         "prompt_column": data.prompt_column if data else None,
         **{key: format_values[key] for key in _PROMPT_KEYS},
-        **added_columns,
+        **added_values,
         "weights": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in weights]
         if is_local
         else None,

@@ -11,6 +11,7 @@ from typing import Any
 
 from clients.config.evaluation import EvalJob, ExamConfig
 from clients.config.file import named_files
+from clients.config.tables.common import ModelSettings
 from clients.data.formats import exists_here
 from clients.data.models.files import use_caches_if_away
 from clients.preflight.files import check_files, check_here
@@ -88,6 +89,7 @@ def build_exam_config(job: EvalJob, run: RunDirectory) -> ExamConfig:
         reward=job.reward,
         data=job.data,
         seed=job.seed,
+        student=ModelSettings(chat_template=job.student.chat_template),
     )
 
 

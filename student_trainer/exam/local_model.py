@@ -35,7 +35,7 @@ class LocalModel:
 
         `is_stopped` is called for each token.
         """
-        student = StudentConfig(model=model)
+        student = StudentConfig(model=model, chat_template=config.student.chat_template)
         self._config = config
         self._is_stopped = is_stopped
         try:

@@ -46,7 +46,7 @@ KeysOption = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Set a key of [data] or [reward] as in a job file, such as"
+        help="Set student.chat_template or a key of [data] or [reward] as in a job file, such as"
         " data.prompt_column=question. Repeatable.",
     ),
 ]
@@ -186,12 +186,16 @@ def _require_model(path: str) -> None:
 def _parse_tables(reward: str, data: str, sets: Sequence[str]) -> dict[str, Any]:
     from clients.config.file import parse_override
 
-    tables: dict[str, Any] = {"reward": {"type": reward}, "data": {"path": data} if data else {}}
+    tables: dict[str, Any] = {
+        "reward": {"type": reward},
+        "data": {"path": data} if data else {},
+        "student": {},
+    }
     for override in sets:
         path, value = parse_override(override)
         if path[0] not in tables or len(path) < 2:
             raise InvalidInput(
-                f"{'.'.join(path)} is not a key of [data] or [reward]",
+                f"{'.'.join(path)} is not a key of [data], [reward] or [student]",
                 field="--set",
                 hint="examples: data.prompt_column=question, reward.pattern='(\\d+)'",
             )
@@ -218,7 +222,7 @@ def _validate_config(values: Mapping[str, Any]) -> ExamConfig:
         detail = error.errors(include_url=False)[0]
         path, message = next(iter(describe(detail, ExamConfig)))
         field = ".".join(path)
-        if path[0] not in ("data", "reward"):
+        if path[0] not in ("data", "reward", "student"):
             option = path[-1].removesuffix("_seconds").replace("max_new_", "max_")
             field = "--" + option.replace("_", "-")
         raise InvalidInput(message, field=field) from None
@@ -244,6 +248,8 @@ def _check_settings(config: ExamConfig) -> None:
             _require_file(file, "--data")
     if config.reward.file is not None:
         _require_file(config.reward.file, "reward.file")
+    if config.student.chat_template is not None:
+        _require_file(config.student.chat_template, "student.chat_template")
     if config.endpoint is not None and not config.endpoint.startswith(("http://", "https://")):
         raise InvalidInput("must be like http://HOST:PORT/v1", field="--endpoint")
 

@@ -136,7 +136,21 @@ class LoraConfig(Table):
         return 0 if self.train_head or self.rank > _MAX_LORA_RANK else self.rank
 
 
-class EvaluatedModel(Table):
+class ModelSettings(Table):
+    """Settings of the models of an evaluation."""
+
+    chat_template: Name | None = None
+    """A .jinja file to use instead of the model's template."""
+
+    @field_validator("chat_template")
+    @classmethod
+    def _is_file(cls, name: str | None) -> str | None:
+        if name is None or name.endswith(".jinja"):
+            return name
+        raise ValueError("must be the path of a .jinja file")
+
+
+class EvaluatedModel(ModelSettings):
     """The model to evaluate. Its anchor is also evaluated, if its directory contains one."""
 
     model: Name

@@ -171,7 +171,17 @@ def test_prompts_with_no_room_for_an_answer_are_refused(material: Material, tmp_
         (
             ["m", "--reward", "math", "--data", "DATA", "--set", "seed=3"],
             ExitCode.USAGE,
-            "--set: seed is not a key of [data] or [reward]",
+            "--set: seed is not a key of [data], [reward] or [student]",
+        ),
+        (
+            ["m", "--reward", "math", "--data", "DATA", "--set", "student.chat_template=x"],
+            ExitCode.USAGE,
+            "student.chat_template: must be the path of a .jinja file",
+        ),
+        (
+            ["m", "--reward", "math", "--data", "DATA", "--set", "student.chat_template=x.jinja"],
+            ExitCode.NOT_FOUND,
+            "student.chat_template: no such file: x.jinja",
         ),
         (
             ["m", "--reward", "math", "--data", "DATA", "--set", "data.prompt_colum=x"],
@@ -246,6 +256,16 @@ def test_conversations_of_a_local_model(material: Material, tmp_path: Path) -> N
     plain_changes = {**changes, "models": {"plain": str(material.model)}}
     with pytest.raises(InvalidInput, match="has no chat template"):
         run(exam(material, tmp_path / "other", data=data, **plain_changes))
+    words.chat_template = None
+    tiny.save(tiny.model(seed=1, characters=CHARACTERS), words, tmp_path / "base")
+    (tmp_path / "chat.jinja").write_text(PLAIN)
+    base_changes = {**changes, "models": {"base": str(tmp_path / "base")}}
+    student = {"chat_template": str(tmp_path / "chat.jinja")}
+    (row,) = run(exam(material, tmp_path / "out", data=data, student=student, **base_changes))
+    assert (row["prompts"], row["errors"]) == (3, 0)
+    (tmp_path / "chat.jinja").write_text(PLAIN + " ")
+    with pytest.raises(InvalidInput, match="holds answers for student_template = "):
+        run(exam(material, tmp_path / "out", data=data, student=student, **base_changes))
     path.write_text(json.dumps({"m": TALK[1:2]}) + "\n")
     with pytest.raises(InvalidInput, match=r"^data.messages_column: .* row 1 of .* has no message"):
         run(exam(material, tmp_path / "unasked", data=data, **changes))
