@@ -26,9 +26,8 @@ from teacher_service.http.clients import HttpClients
 from teacher_service.http.front import HttpFront, LoadingApp
 from teacher_service.metrics import TeacherMetrics
 from teacher_service.models.adapters import read_adapters
+from teacher_service.models.device_map import DEVICE_MAP, OPTION, free_memory
 from teacher_service.models.load_progress import LoadProgress
-from teacher_service.models.loading import AUTO, free_memory
-from teacher_service.models.loading import OPTION as DEVICE_MAP
 from teacher_service.serving.answer_budget import AnswerBudget
 from teacher_service.serving.batcher import Batcher
 from teacher_service.serving.dispatcher import Dispatcher
@@ -206,7 +205,7 @@ def _require_known_options(settings: ScoringEngineSettings) -> None:
     elif settings.adapters and not (is_vllm or settings.name == "hf"):
         unsupported.append(("--adapter", "use --engine hf or vllm"))
     if settings.device_map and settings.name != "hf":
-        unsupported.append((DEVICE_MAP, "use --engine hf, or with vllm --tensor-parallel-size"))
+        unsupported.append((OPTION, "use --engine hf, or with vllm --tensor-parallel-size"))
     elif settings.device_map:
         _require_divisible(settings)
     for option, hint in unsupported:
@@ -218,8 +217,8 @@ def _require_known_options(settings: ScoringEngineSettings) -> None:
 def _require_divisible(settings: ScoringEngineSettings) -> None:
     """Raise InvalidInput if a setting cannot be used for a model that is divided over devices."""
     problem = ""
-    if settings.device_map != AUTO:
-        problem, hint = f"unknown device map {settings.device_map!r}", f"use {AUTO}"
+    if settings.device_map != DEVICE_MAP:
+        problem, hint = f"unknown device map {settings.device_map!r}", f"use {DEVICE_MAP}"
     elif settings.device != "auto":
         problem, hint = (
             "--device-map uses all devices",
@@ -231,7 +230,7 @@ def _require_divisible(settings: ScoringEngineSettings) -> None:
             "merge the adapter into the model",
         )
     if problem:
-        raise InvalidInput(problem, field=DEVICE_MAP, hint=hint)
+        raise InvalidInput(problem, field=OPTION, hint=hint)
 
 
 class _Program:

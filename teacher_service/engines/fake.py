@@ -17,7 +17,7 @@ from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows.codec import RowBlock, concatenate
 from teacher_service.engines.base import ScoringEngineInfo, compute_fingerprint
-from teacher_service.head.tail_samples import splitmix64, uniforms_of
+from teacher_service.head.uniforms import splitmix64, uniforms_of
 
 _CHUNK_ROWS = 256
 _MINIMUM_VALUES = {"vocab": 1, "seed": 0, "max_length": 2, "latency_ms": 0}

@@ -33,6 +33,7 @@ from teacher_service.head.head import Head
 from teacher_service.head.scale_and_cap import is_linear, probe_head
 from teacher_service.head.stored_head import require_plain_weight
 from teacher_service.models.adapters import Adapter
+from teacher_service.models.device_map import OPTION, Memory, load_head_weights, log_placement
 from teacher_service.models.digests import FileDigests
 from teacher_service.models.files import (
     file_facts,
@@ -42,15 +43,11 @@ from teacher_service.models.files import (
 )
 from teacher_service.models.load_progress import LoadProgress
 from teacher_service.models.loading import (
-    OPTION,
-    Memory,
     build_not_linear_error,
     find_body,
-    load_head_weights,
     load_image_reader,
     load_model,
     load_vocabulary,
-    log_placement,
     max_length_of,
 )
 

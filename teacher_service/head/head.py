@@ -20,7 +20,7 @@ from protos.errors import Corrupt
 from protos.rows.codec import RowBlock
 from teacher_service.head.scale_and_cap import PLAIN, ScaleAndCap
 from teacher_service.head.scoring import score_hidden
-from teacher_service.head.tail_samples import uniforms_of
+from teacher_service.head.uniforms import uniforms_of
 from teacher_service.head.vocabulary import WHOLE, Vocabulary
 from teacher_service.head.vocabulary_shard import VocabularyShard
 

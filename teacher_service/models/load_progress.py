@@ -8,8 +8,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from transformers.utils import logging as transformers_logging
-
 _WIDTH = 6  # characters of a share in a file, "0.4100"
 _FAILED = "failed: "
 
@@ -54,6 +52,7 @@ class LoadProgress:
     @contextmanager
     def follow_transformers(self) -> Iterator[None]:
         """Follow the progress bar of transformers, which counts tensors, inside the block."""
+        from transformers.utils import logging as transformers_logging
 
         def wrap_bar(
             make_bar: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 
 from clients.data.images import ImageReader, makes_grids
 from clients.data.models.files import quantisation_of
@@ -19,50 +16,8 @@ from clients.data.models.loaded_weights import check_loaded_weights, refuse_unsc
 from clients.data.tokens.loading import load_tokenizer
 from clients.data.tokens.tokenizer import tokens_of
 from protos.errors import InvalidInput
-from protos.extras import require_extra
-from protos.program.logs import fields
+from teacher_service.models.device_map import DEVICE_MAP, Memory
 from teacher_service.models.files import weight_files
-
-log = logging.getLogger(__name__)
-
-OPTION = "--device-map"
-# The only value of the option, named as in transformers.
-AUTO = "auto"
-
-# Bytes that the model may use on each device, by GPU number or "cpu"; the rest is on disk.
-Memory = Mapping[int | str, int]
-
-
-def free_memory(share: float) -> Memory:
-    """Return `share` of the memory that is free on each GPU and in this machine.
-
-    Raises InvalidInput if accelerate is not installed.
-    """
-    require_extra("train", OPTION, field=OPTION, only=["accelerate"])
-    from accelerate.utils import get_max_memory
-
-    return {place: int(share * size) for place, size in get_max_memory().items()}
-
-
-def load_head_weights(head: Any) -> tuple[Tensor, Tensor | None]:
-    """Return weight and bias of the head of a model, in memory even if its layer is offloaded."""
-    if not head.weight.is_meta:
-        return head.weight.detach(), None if head.bias is None else head.bias.detach()
-    from accelerate.utils import align_module_device
-
-    with align_module_device(head):
-        bias = None if head.bias is None else head.bias.detach().clone()
-        return head.weight.detach().clone(), bias
-
-
-def log_placement(model: Any) -> None:
-    """Log how many parts of a divided model each device has."""
-    part_counts = Counter(str(place) for place in getattr(model, "hf_device_map", {}).values())
-    if not part_counts:
-        log.info("one device holds the model")
-        return
-    log.info("the model is divided", extra=fields(**{f"on {k}": n for k, n in part_counts.items()}))
-
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +49,7 @@ def load_model(
         model, loading = _find_model_class(path, with_images).from_pretrained(
             path,
             dtype=dtype,
-            device_map=device if memory is None else AUTO,
+            device_map=device if memory is None else DEVICE_MAP,
             max_memory=None if memory is None else dict(memory),
             use_safetensors=True,
             trust_remote_code=False,

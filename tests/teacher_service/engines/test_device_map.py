@@ -12,7 +12,7 @@ from clients.teacher.query import ScoreQuery
 from protos.errors import InvalidInput, WrongState
 from protos.rows.codec import RowBlock
 from teacher_service.engines.hf import HfEngine
-from teacher_service.models.loading import Memory
+from teacher_service.models.device_map import Memory
 from teacher_service.program import ScoringEngineSettings, VllmEngineSettings, make_engine
 from teacher_service.serving.self_test import run_self_test
 from tests.teacher_service.tiny_model import VOCAB_SIZE, save_tiny_model

@@ -21,7 +21,8 @@ from teacher_service.cache.row_cache import EncodedRows
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from teacher_service.engines.hf import HfEngine
 from teacher_service.head.scoring import ScoredRows, score_hidden
-from teacher_service.head.tail_samples import draw, uniforms_of
+from teacher_service.head.tail_samples import draw
+from teacher_service.head.uniforms import uniforms_of
 from teacher_service.serving.scorer import RowAnswer, split_into_chunks
 from tests.teacher_service.tiny_model import VOCAB_SIZE
 
