@@ -10,7 +10,6 @@ import csv
 import glob
 import gzip
 import io
-import json
 import re
 import zlib
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from clients.data.json_array import read_elements
 from clients.data.outside import open_regular, parse_json
 from clients.data.parquet import (
     PARQUET_MAGIC,
@@ -44,7 +44,6 @@ START_RECORDS = 8
 _START_BYTES = 1 << 20
 _MAX_CELL_CHARS = 1 << 30  # of a CSV file; the default of the module csv is 128 Ki
 _WILDCARD = re.compile(r"[*?\[]")
-_SPACES = " \t\r\n"
 
 
 def suffix_of(path: str) -> str:
@@ -186,32 +185,26 @@ def _begins_with_array(stream: io.BufferedReader) -> bool:
 
 def _read_array(stream: BinaryIO, path: str, field: str) -> Iterator[Record]:
     try:
-        values = parse_json(stream.read())
+        for number, value in enumerate(read_elements(stream), 1):
+            yield _require_object(value, number, path, field)
     except ValueError as error:
         raise _not_array_error(path, str(error), field) from error
-    if not isinstance(values, list):  # text after the array is refused above
-        raise _not_array_error(path, "it is no array", field)
-    for number, value in enumerate(values, 1):
-        yield _require_object(value, number, path, field)
 
 
 def _array_start(stream: BinaryIO, path: str, field: str) -> tuple[list[Record], bool]:
     """Return the first records of a JSON array, and whether the whole file was read."""
     content = stream.read(_START_BYTES)
     is_complete = len(content) < _START_BYTES
-    if is_complete:
-        return list(islice(_read_array(io.BytesIO(content), path, field), START_RECORDS)), True
-    text = content.decode("utf-8-sig", "ignore").lstrip()
-    decoder, position, records = json.JSONDecoder(), 1, list[Record]()
-    while len(records) < START_RECORDS:
-        while text[position : position + 1] in (*_SPACES, ","):
-            position += 1
-        try:
-            value, position = decoder.raw_decode(text, position)
-        except (ValueError, RecursionError):  # cut here, or damaged, which reading all of it finds
-            break
-        records.append(_require_object(value, len(records) + 1, path, field))
-    return records, False
+    records = list[Record]()
+    try:
+        for number, value in enumerate(read_elements(io.BytesIO(content)), 1):
+            records.append(_require_object(value, number, path, field))
+            if number == START_RECORDS and not is_complete:
+                break
+    except ValueError as error:  # cut here, or damaged, which reading all of it finds
+        if is_complete:
+            raise _not_array_error(path, str(error), field) from error
+    return records[:START_RECORDS], is_complete
 
 
 def _require_object(value: Any, number: int, path: str, field: str) -> Record:
