@@ -23,6 +23,7 @@ from clients.cross_tokenizer.byte_tokenizer import ByteTokenizer
 from clients.data.prompt_format import PromptFormat, check_chat_template, template_text
 from clients.data.records import DataSet
 from clients.store.dataset import LogitDataset
+from clients.store.record_cache import open_records
 from clients.teacher.query import tokenizer_fingerprint
 from protos.errors import InvalidInput
 from protos.rows.codec import RowBlock
@@ -357,8 +358,7 @@ def _map_prompts(
         check_chat_template(prompt_format, template_text(tokenizer.chat_template))
     student_ids_of = {}
     source = DataSet(config.data.prompts, field="data.prompts")
-    for number, record in enumerate(source.records(prompt_format.columns), 1):
-        where = f"row {number} of {config.data.prompts}"
+    for where, record in open_records(source, prompt_format.columns):
         conversation = prompt_format.conversation(record, where)
         if conversation.up_to_answer().messages:
             conversation = conversation.up_to_answer().unanswered()

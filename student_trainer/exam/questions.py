@@ -13,6 +13,7 @@ from clients.config.tables.data import DataConfig
 from clients.data.conversation import Conversation, require_question
 from clients.data.prompt_format import PromptFormat
 from clients.data.records import DataSet, text_of
+from clients.store.record_cache import CachedRecords, open_records
 from protos.errors import InvalidInput
 from student_trainer.rewards.reasoning_gym import Task, TaskQuestions
 
@@ -61,19 +62,20 @@ def load_questions(config: ExamConfig) -> list[Question]:
             for number, task_question in enumerate(task_questions)
         ]
     assert config.data is not None, "the command asks for it"
-    questions = list(
-        _read_questions(
-            config.data, needs_reference=config.reward.type not in _REWARDS_WITHOUT_REFERENCE
-        )
-    )
-    if not questions:
+    data = config.data
+    records = open_records(DataSet(data.path, data.name, data.split, "--data"), [])
+    if not len(records):
         raise InvalidInput(
             f"{config.data.path} has no prompts",
             field="--data",
             hint="give a data set with at least one row",
         )
-    order = np.random.default_rng(config.seed).permutation(len(questions))
-    return [questions[index] for index in sorted(order[: config.method.prompts])]
+    order = np.random.default_rng(config.seed).permutation(len(records))
+    chosen = set(order[: config.method.prompts].tolist())
+    needs_reference = config.reward.type not in _REWARDS_WITHOUT_REFERENCE
+    # Every record is checked, and only the chosen ones are kept.
+    questions = _read_questions(data, records, needs_reference=needs_reference)
+    return [question for question in questions if question.number in chosen]
 
 
 def fingerprint(config: ExamConfig) -> str:
@@ -84,9 +86,10 @@ def fingerprint(config: ExamConfig) -> str:
     return DataSet(data.path, data.name, data.split, "--data").fingerprint()
 
 
-def _read_questions(data: DataConfig, *, needs_reference: bool) -> Iterator[Question]:
-    source = DataSet(data.path, data.name, data.split, "--data")
-    for number, (where, record) in enumerate(source.rows([])):
+def _read_questions(
+    data: DataConfig, records: CachedRecords, *, needs_reference: bool
+) -> Iterator[Question]:
+    for number, (where, record) in enumerate(records):
         conversation = data.prompt_format.conversation(record, where)
         require_question(conversation, where)
         reference = conversation.answer
