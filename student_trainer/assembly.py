@@ -22,7 +22,7 @@ from clients.config.offline import OfflineJob
 from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
-from clients.preflight.limits import NO_LIMITS, read_limits
+from clients.preflight.limits import NO_LIMITS, add_limit, read_limits
 from clients.preflight.parallel import refuse_indivisible_heads
 from clients.runs.directory import RunDirectory
 from clients.runs.metrics_file import MetricsLog
@@ -109,6 +109,8 @@ def assemble(
     text_config = _check_student(config)
     width, max_length = text_config.vocab_size, max_sequence_length(text_config)
     preparation = _prepare_method(config, Inputs(tokenizer, width, max_length, teachers, rewards))
+    config = _count_steps(config, preparation, run)
+    progress.expect(config.max_steps)
     accelerator = _build_accelerator(config)
     copies = RunCopies(config, run, attempt, accelerator, progress)
     progress.agree = lambda wish: max_over_ranks(accelerator, wish)
@@ -129,7 +131,7 @@ def assemble(
     engine = connect_engine(config, service, accelerator, student, run.path, attempt, tokenizer)
     if engine is not None:
         end_orders_after_stop(engine.client, progress.stop_asked)
-    method = preparation.build(accelerator, student, engine)
+    method = preparation.build(config, accelerator, student, engine)
     method = replace(method, facts={**method.facts, **teacher_facts(teachers)})
     optimizer = make_optimizer(config.train, student.trained.model)
     if checkpoint_path is not None:
@@ -182,6 +184,14 @@ def _prepare_method(config: AnyTraining, inputs: Inputs) -> Preparation:
             return sft.prepare(config, inputs)
         case _:
             assert_never(config)
+
+
+def _count_steps(config: AnyTraining, preparation: Preparation, run: RunDirectory) -> AnyTraining:
+    """Return the job with the number of its steps. Later attempts read it in the run directory."""
+    steps = config.count_steps(preparation.epoch_size)
+    if config.max_steps == 0 and is_main_process():
+        add_limit(run.path, "max_steps", steps, config.describe_epochs(preparation.epoch_size))
+    return config.model_copy(update={"max_steps": steps})
 
 
 def _build_accelerator(config: AnyTraining) -> Accelerator:

@@ -55,14 +55,15 @@ from student_trainer.data.prompts import (
     ModelIds,
     Prompt,
     data_sets,
+    epoch_size,
     prompt_encoding,
     surveyed_rows,
 )
-from student_trainer.data.record_table import Encoder, encode_or_omit
+from student_trainer.data.record_table import Encoder, encode_or_omit, estimate_used
 from student_trainer.data.records import RecordReader
 from student_trainer.data.sequence import Rollout, TokenSequence
 from student_trainer.loop.optimizer import schedule_warning
-from student_trainer.methods.offline import choose_reader
+from student_trainer.methods.offline import choose_reader, split
 from student_trainer.methods.rl_prompts import context_prompt, load_rl_prompts
 from student_trainer.model.loading import (
     load_config,
@@ -123,24 +124,41 @@ def preview_of(
             "prompts are in the student's own chat template: that of the teacher is known when"
             " the job starts, and the preview in its run directory has it"
         ]
-    warnings = [*warnings, schedule_warning(config.train, config.max_steps)]
+    surveyed = list(_survey(config, tokenizer))
     ends = end_ids(load_generation_config(config.student), tokenizer)
     facts = [("student model", config.student.model)]
     if limits.values:
         facts.append(("values that the job does not set", str(limits)))
     if config.samples:
         facts.append(("sampled", f"at most {config.method.max_new_tokens} tokens an answer"))
+    steps = config.max_steps
+    if config.epochs is not None and not steps:
+        size = _epoch_size(config, surveyed)
+        steps = config.count_steps(size)
+        facts.append(("steps", f"{steps:,}: {config.describe_epochs(size)}"))
+    warnings = [*warnings, schedule_warning(config.train, steps)]
     if data is not None:
         warnings.append(date_warning(data.prompt_format, template_text(tokenizer.chat_template)))
     return build_preview(
         config.method.type,
-        _survey(config, tokenizer),
+        surveyed,
         shown=shown,
         ends=dict(zip(ends, token_texts(tokenizer, ends), strict=True)),
         facts=facts,
         warnings=[warning for warning in warnings if warning],
         max_left_out=getattr(data, "max_left_out", 1.0),
     )
+
+
+def _epoch_size(config: AnyTraining, surveyed: Sequence[SurveyedRecord]) -> int:
+    """Return the number of records or stored sequences in a pass over the data of a job."""
+    if isinstance(config, OfflineJob):
+        return len(split(config, open_stores(config))[0])
+    assert config.data is not None, "the job was checked"
+    own = [record for record in surveyed if record.data_set == "data.path"]
+    left_out = sum(bool(record.left_out) for record in own)
+    used = estimate_used(own[0].records if own else 0, len(own), left_out)
+    return epoch_size(config.data, used, config.eval.prompts)
 
 
 def _teacher_templates(config: AnyTraining) -> Mapping[str, str | None]:
@@ -177,7 +195,7 @@ def _survey(config: AnyTraining, tokenizer: Any) -> Iterator[SurveyedRecord]:
         max_tokens=config.method.max_prompt_tokens,
         teachers=teachers,
         vision_teachers=teachers,
-        with_fields=True,
+        with_fields=config.reads_all_columns,
         reader=load_image_reader(config.student) if config.data.image_column else None,
         model_ids=ids,
     )
@@ -210,7 +228,9 @@ def _survey_data(
             lost = lost_in_row(data.prompt_format, tokenizer, row, is_answered=is_answered)
             others = messages_of_others(data.prompt_format, row) if inputs else ()
             yield SurveyedRecord(
-                where, inputs, left_out, refused, lost, others, tuple(spelled), data_set.field
+                *(where, inputs, left_out, refused, lost, others, tuple(spelled)),
+                data_set=data_set.field,
+                records=len(records),
             )
 
 

@@ -238,6 +238,11 @@ class OnPolicyJob(TrainingJob):
         )
 
     @property
+    def reads_all_columns(self) -> bool:
+        """Whether a teacher renders the records in its own template, or reads other columns."""
+        return self.other_tokenizer or self.has_other_teacher_prompt
+
+    @property
     def longest_sequence(self) -> int:
         """Maximum number of tokens of a prompt with its answer."""
         return self.method.max_prompt_tokens + self.method.max_new_tokens

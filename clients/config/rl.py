@@ -177,6 +177,11 @@ class RLJob(TrainingJob):
         method, reward = self.method, self.reward
         no_reward = "the job has no reward; remove the key, or add the table `reward`"
         return [
+            (
+                self.data is not None and method.dynamic_sampling == 1,
+                "epochs",
+                "a step takes a varying number of prompts, or generates them; set max_steps",
+            ),
             (reward is not None or not method.reward_weight, "method.reward_weight", no_reward),
             (self._learns_from_reward, "method.advantages", no_reward),
             (
@@ -316,6 +321,11 @@ class RLJob(TrainingJob):
             tail="bucket" if method.kl_in == "reward" else "bucket+sampled",
             teacher_head="use 'forward_kl'",
         )
+
+    @property
+    def reads_all_columns(self) -> bool:
+        """Always true: rewards may read any column."""
+        return True
 
     @property
     def longest_sequence(self) -> int:

@@ -39,6 +39,8 @@ def check_space(config: TrainingJob, run: Path, *, here: bool = True) -> None:
     """
     checkpoint_bytes, export_bytes = _file_sizes(config)
     saves = math.ceil(config.max_steps / config.checkpoint.every)
+    if config.max_steps == 0:  # unknown before the data are read
+        saves = config.checkpoint.keep + 1
     # The oldest checkpoint is deleted only after the new one is complete.
     max_checkpoints = min(saves, config.checkpoint.keep + 1)
     file_bytes = max(

@@ -73,7 +73,9 @@ NO_LIMITS = Limits()
 
 def is_set(config: JobConfig, key: str) -> bool:
     """Return whether the job, and not a default, gives `key`, such as `eval.prompts`, its value."""
-    table_name, _, name = key.partition(".")
+    table_name, _, name = key.rpartition(".")
+    if not table_name:  # max_steps, which is 0 in a job with `epochs`
+        return bool(getattr(config, name))
     return name in getattr(config, table_name).model_fields_set
 
 
@@ -133,6 +135,14 @@ def write_limits(run: Path, limits: Limits) -> None:
     replace_file(run / LIMITS_FILE, json.dumps(vars(limits)) + "\n")
     if limits.values:
         log.info("values that the job does not set: %s", limits)
+
+
+def add_limit(run: Path, key: str, value: int, reason: str) -> None:
+    """Log a limit that is known when the data are read, and add it to those of the run."""
+    limits, added = read_limits(run) or NO_LIMITS, Limits({key: value}, {key: reason})
+    merged = Limits({**limits.values, key: value}, {**limits.reasons, key: reason})
+    replace_file(run / LIMITS_FILE, json.dumps(vars(merged)) + "\n")
+    log.info("%s", added)
 
 
 def check_lengths(config: JobConfig, reader: str, context: int | None) -> None:

@@ -398,7 +398,8 @@ class JobControl:
                 field="max_steps",
                 hint="use a larger number",
             )
-        return parse_config(json.dumps({**json.loads(job.config_json), "max_steps": max_steps}))
+        changes = {"max_steps": max_steps, "epochs": None}
+        return parse_config(json.dumps({**json.loads(job.config_json), **changes}))
 
     def _create_id(self, kind: str, name: str, used_ids: Sequence[str]) -> str:
         return next(

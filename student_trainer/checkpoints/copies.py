@@ -396,7 +396,10 @@ def _require_same_job(folder: ObjectFolder, config: AnyTraining, limits: Limits)
             f" cannot read their job.json",
             hint="set checkpoint.copy_to to another URL, or use the version that wrote the copies",
         ) from error
-    if difference := first_difference(stored_values, _comparable_values(limits.apply(config))):
+    own_values = _comparable_values(limits.apply(config))
+    if None in (stored_values.get("epochs"), own_values.get("epochs")):  # `max_steps` is in force
+        own_values = {**own_values, "epochs": stored_values.get("epochs")}
+    if difference := first_difference(stored_values, own_values):
         key, stored_value, own_value = difference
         raise InvalidInput(
             f"{folder.name} has the copies of a job with another {key}:"

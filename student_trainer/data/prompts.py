@@ -210,7 +210,12 @@ def require_tokens(ids: Sequence[int], where: str, field: str) -> None:
 
 
 class ItemsOfSteps(Protocol[Item]):
-    """Returns the items of each step, a pure function of the step."""
+    """Returns the items of each step, a pure function of the step.
+
+    epoch_size: see the function `epoch_size`.
+    """
+
+    epoch_size: int
 
     def of_step(self, step: int, count: int) -> list[Item]:
         """Return the `count` items of `step` (from 1), independent of earlier calls."""
@@ -229,6 +234,7 @@ class PromptSet(Generic[Item]):
         self._table = table
         self._rows = rows
         self._seed = seed
+        self.epoch_size = 0
         self._next_number = 0
         self._stream = self._iterate_from(0)
 
@@ -309,6 +315,7 @@ class MixedSets(Generic[Item]):
         """`shares` has the share of each set; the shares are positive and have the sum 1."""
         self._sets = sets
         self._shares = shares
+        self.epoch_size = 0
 
     def of_step(self, step: int, count: int) -> list[Item]:
         """Return the `count` items of `step` (from 1), independent of earlier calls."""
@@ -385,6 +392,15 @@ def surveyed_rows(data: DataConfig, count: int, seed: int) -> list[int]:
     return sorted(permutation(count, seed, -2)[:limit].tolist())
 
 
+def epoch_size(data: DataConfig, used: int, held_out: int) -> int:
+    """Return the number of items in one pass over the training records of `data.path`.
+
+    `used`: records with an item (`estimate_used`). `held_out`: items of the evaluation. With
+    `data.mix`, the items of the other data sets in the same steps count too.
+    """
+    return round(max(used - (0 if data.eval_path else held_out), 1) / data.shares[0])
+
+
 def load_items(
     reader: RecordReader, encoder: Encoder[Item], *, held_out: int, seed: int
 ) -> tuple[ItemsOfSteps[Item], list[Item]]:
@@ -427,7 +443,9 @@ def load_items(
     for name, item_set in zip(rows_of, sets, strict=True):
         if not item_set.has_items():
             raise tables[name].no_items_error()
-    return (MixedSets(sets, data.shares) if data.mix else sets[0]), held_out_items
+    items = MixedSets(sets, data.shares) if data.mix else sets[0]
+    items.epoch_size = epoch_size(data, tables["data.path"].used_count, len(held_out_items))
+    return items, held_out_items
 
 
 def _open_table(

@@ -90,9 +90,19 @@ def encode_or_omit(
     return item, reasons[0] if item is None else ""
 
 
+def estimate_used(records: int, surveyed: int, left_out: int) -> int:
+    """Return how many of `records` have an item, if `left_out` of `surveyed` ones have none.
+
+    Exact if all are surveyed; otherwise the share of the others is assumed to be the same.
+    """
+    return round(records * (surveyed - left_out) / max(surveyed, 1))
+
+
 class RecordTable(Generic[Item]):
     """The records of a data set, by row (from 0). The memory does not grow with their number,
     except for one byte each.
+
+    used_count: the number of records with an item, after `check`; see `estimate_used`.
     """
 
     def __init__(
@@ -108,6 +118,7 @@ class RecordTable(Generic[Item]):
         self._key = self._settings_key()
         self._states = States(self._records, self._key)
         self._items: OrderedDict[int, tuple[Item | None, str]] = OrderedDict()
+        self.used_count = 0
 
     def __len__(self) -> int:
         return len(self._records)
@@ -120,12 +131,12 @@ class RecordTable(Generic[Item]):
         """
         key = hashlib.sha256(json.dumps([self._key, len(rows), self._seed]).encode()).hexdigest()
         with self._records.locked():
-            reasons = read_check(self._records, key) if self._key else None
-            if reasons is None:
-                reasons = self._check_records(rows)
-                if self._key and reasons.total() < len(self):
-                    write_check(self._records, key, reasons)
-        return Counter(reasons)
+            stored = read_check(self._records, key) if self._key else None
+            reasons = self._check_records(rows) if stored is None else Counter(stored)
+            if stored is None and self._key and reasons.total() < len(self):
+                write_check(self._records, key, reasons)
+        self.used_count = estimate_used(len(self), len(rows), reasons.total())
+        return reasons
 
     def _check_records(self, rows: Sequence[int]) -> Counter[str]:
         reported_at = time.monotonic()

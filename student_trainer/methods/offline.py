@@ -32,7 +32,6 @@ both once when an attempt starts.
 from __future__ import annotations
 
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +115,12 @@ def prepare(config: OfflineJob, inputs: Inputs) -> Preparation:
         for label, context in [*readers.items(), ("student", max_length)]:
             check_room(store.longest, config.method.max_new_tokens, label, context, remedy)
     task_prompts = load_task_prompts(config, inputs.tokenizer, store.longest, inputs.model_ids)
+    chosen = split(config, stores)
+    read_parts = (inputs, stores, chosen, task_prompts, reader, images)
     return Preparation(
         vocab_size,
-        partial(build, config, inputs, stores, task_prompts, reader, images),
+        len(chosen[0]),
+        lambda job, *parts: build(job, *read_parts, *parts),
         images,
         store,
     )
@@ -139,6 +141,7 @@ def build(
     config: OfflineJob,
     inputs: Inputs,
     stores: Stores,
+    chosen: tuple[NDArray[int64], NDArray[int64]],
     task_prompts: list[Prompt],
     other_store: CrossTokenizerStore | SpecialTokenStore | None,
     images: ImageReader | None,
@@ -148,10 +151,10 @@ def build(
 ) -> Method:
     """Build the method of an offline job. The module docstring lists the steps.
 
-    The loss is the forward KL over the teacher's stored top-k. `task_prompts`: the prompts for
-    exact match, empty if disabled. `other_store`: reader of stores with another tokenizer.
-    `images`: reader of the images of the stores; None without images. `engine`: samples the
-    student's answers; None: this process samples.
+    The loss is the forward KL over the teacher's stored top-k. `chosen`: see `split`.
+    `task_prompts`: the prompts for exact match, empty if disabled. `other_store`: reader of stores
+    with another tokenizer. `images`: reader of the images of the stores; None without images.
+    `engine`: samples the student's answers; None: this process samples.
     """
     store, method = stores.training, config.method
     tail = method.tail or ("bucket+teacher_samples" if store.has_samples else "bucket")
@@ -170,7 +173,7 @@ def build(
         training = rollouts_ahead or ScoredRollouts(student, rollouts, teacher, config.seed)
         count = round(method.on_policy_fraction * config.sequences_per_step)
         mixture = Mixture(training, teacher, min(max(count, 1), config.sequences_per_step))
-    training_indices, held_out_indices = _split(config, stores)
+    training_indices, held_out_indices = chosen
     steps = StoredSteps(
         store.data,
         training_indices,
@@ -268,7 +271,7 @@ def load_task_prompts(
     return task_prompts
 
 
-def _split(config: OfflineJob, stores: Stores) -> tuple[NDArray[int64], NDArray[int64]]:
+def split(config: OfflineJob, stores: Stores) -> tuple[NDArray[int64], NDArray[int64]]:
     """Return the indices of the training and the held-out sequences, determined by the seed."""
     count = config.eval.prompts
     training_indices = permutation(len(stores.training.data), config.seed, -1)

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from accelerate import Accelerator
@@ -138,8 +137,7 @@ def prepare(config: OnPolicyJob, inputs: Inputs) -> Preparation:
         max_tokens=config.method.max_prompt_tokens,
         seed=config.seed,
         teachers=config.teachers,
-        # A teacher may render the messages of a record in its own template, or read more columns.
-        with_fields=config.other_tokenizer or config.has_other_teacher_prompt,
+        with_fields=config.reads_all_columns,
         reader=images,
         vision_teachers=[
             name for name, teacher in inputs.teachers.items() if teacher.info.takes_images
@@ -151,7 +149,12 @@ def prepare(config: OnPolicyJob, inputs: Inputs) -> Preparation:
         pair.log_facts(prompts[1])
     else:
         check_top_k(config.top_k, vocab_size, "teacher.top_k")
-    return Preparation(vocab_size, partial(build, config, inputs, prompts, pair), images)
+    return Preparation(
+        vocab_size,
+        prompts[0].epoch_size,
+        lambda job, *parts: build(job, inputs, prompts, pair, *parts),
+        images,
+    )
 
 
 def build(

@@ -40,8 +40,11 @@ from student_trainer.run.model_checks import check_vocabulary, check_width
 from student_trainer.teachers.connections import Connection
 from student_trainer.teachers.source import PendingRows
 
-# Builds the method when the student is loaded; without an engine, this process samples. Collective.
-Build: TypeAlias = Callable[[Accelerator, Replicated | Sharded, EngineConnection | None], Method]
+# Builds the method of a job when the student is loaded, and the number of the job's steps is known;
+# without an engine, this process samples. Collective.
+Build: TypeAlias = Callable[
+    [Any, Accelerator, Replicated | Sharded, EngineConnection | None], Method
+]
 
 
 @dataclass(frozen=True)
@@ -79,11 +82,14 @@ class Inputs:
 class Preparation:
     """The result of `prepare`.
 
-    vocab_size: number of ids that teachers and student have in common. images: reader of the images
-    in the job's prompts; None without images. store: the store of rows that the job trains on.
+    vocab_size: number of ids that teachers and student have in common. epoch_size: number of
+    prompts or stored sequences in a pass over the data; 0 if the job generates its prompts. images:
+    reader of the images in the job's prompts; None without images. store: the store of rows that
+    the job trains on.
     """
 
     vocab_size: int
+    epoch_size: int
     build: Build
     images: ImageReader | None = None
     store: TrainingStore | None = None

@@ -43,7 +43,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from typing import cast
 
@@ -298,7 +297,12 @@ def prepare(config: RLJob, inputs: Inputs) -> Preparation:
     check_shares(config.data, config.processes, len(prompts.held_out))
     retriever = None if config.environment is None else make_retriever(config.environment)
     material = RLMaterial(**vars(inputs), prompts=prompts, retriever=retriever, pair=pair)
-    return Preparation(vocab_size, partial(build, config, material), images)
+    return Preparation(
+        vocab_size,
+        prompts.epoch_size,
+        lambda job, *parts: build(job, material, *parts),
+        images,
+    )
 
 
 def build(

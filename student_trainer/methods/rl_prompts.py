@@ -27,10 +27,14 @@ class PromptSource(Protocol):
 
 @dataclass(frozen=True)
 class RLPrompts:
-    """The training prompts and the held-out prompts of an RL job."""
+    """The training prompts and the held-out prompts of an RL job.
+
+    epoch_size: number of prompts in a pass over the data; 0 if the prompts are generated.
+    """
 
     training: PromptSource
     held_out: Sequence[Prompt]
+    epoch_size: int = 0
 
 
 def load_rl_prompts(
@@ -54,11 +58,11 @@ def load_rl_prompts(
         held_out=config.eval.prompts,
         max_tokens=config.method.max_prompt_tokens,
         seed=config.seed,
-        with_fields=True,
+        with_fields=config.reads_all_columns,
         reader=reader,
         model_ids=model_ids,
     )
-    return RLPrompts(training, held_out)
+    return RLPrompts(training, held_out, training.epoch_size)
 
 
 def _generate_prompts(config: RLJob, tokenizer: Any) -> RLPrompts:

@@ -100,8 +100,9 @@ def prepare(config: SFTJob, inputs: Inputs) -> Preparation:
         check_room(longest, answer, "student", inputs.max_length, remedy)
     return Preparation(
         inputs.width,
-        lambda accelerator, student, _: build(
-            config, inputs.tokenizer, examples, accelerator, student
+        examples[0].epoch_size,
+        lambda job, accelerator, student, _: build(
+            job, inputs.tokenizer, examples, accelerator, student
         ),
     )
 

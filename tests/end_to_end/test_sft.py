@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from clients.preflight.limits import read_limits
 from clients.runs.directory import RunDirectory
 from tests.end_to_end.conftest import Once
 from tests.end_to_end.forked_trainer import finish, trainer
@@ -72,15 +73,20 @@ def test_the_held_out_loss_falls(undisturbed: RunDirectory) -> None:
 def test_killed_and_resumed(
     material: Material, mixed_data: dict[str, Any], undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
-    """Killed in the third epoch of the small data set and the fourth of the other one."""
+    """Killed in the third epoch of the small data set and the fourth of the other one.
+
+    The job has 2.6 epochs of 123 records in place of the 40 steps.
+    """
     from tests.student_trainer.tiny import curve
 
-    run = new_run(tmp_path / "run", make_job(material, **mixed_data))
+    config = make_job(material, **mixed_data).model_copy(update={"max_steps": 0, "epochs": 2.6})
+    run = new_run(tmp_path / "run", config)
     for attempt, step in ((1, 10), (2, 31)):
         with trainer(run, attempt) as process:
             process.wait_for_step(step)
             process.kill()
     finish(run, 3)
+    assert ("max_steps", 40) in read_limits(run.path).values.items()
     assert curve(metrics_of(run)) == curve(metrics_of(undisturbed))
     assert weights(run) == weights(undisturbed)
 

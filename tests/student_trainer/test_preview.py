@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -102,6 +103,31 @@ def test_records_of_each_data_set(material: tiny.Material, tmp_path: Path) -> No
     ]
 
 
+@pytest.mark.parametrize(("count", "mixed"), [(40, False), (40, True), (1500, False)])
+def test_epochs_are_the_steps_that_training_makes(
+    material: tiny.Material, tmp_path: Path, count: int, mixed: bool
+) -> None:
+    """Every fourth record is left out; an epoch has each of the others once."""
+    records = [{"prompt": f"{n}=", "answer": str(n) if n % 4 else ""} for n in range(count)]
+    path = write(tmp_path / "a.jsonl", records)
+    changes: dict[str, Any] = {"data__path": path, "data__max_left_out": 0.5}
+    if mixed:
+        other = write(tmp_path / "b.jsonl", [{"prompt": "1=", "answer": "1"}] * 3)
+        changes["data__mix"] = [{"path": other, "share": 0.5}]
+    config = tiny.sft_job(material, **changes, eval__prompts=5)
+    config = config.model_copy(update={"epochs": 2.5, "max_steps": 0})
+    training, _ = load_examples(config, load_tokenizer(config.student))
+    size = training.epoch_size
+    if count == 40:
+        assert size == 25 * (1 + mixed)
+        first, second = (training.of_step(step, size) for step in (1, 2))
+        assert {id(item) for item in first} == {id(item) for item in second}
+    else:
+        assert abs(size - (1125 - 5)) < 50, "estimated from 1,000 of 1,500 records"
+    fact = f"{math.ceil(2.5 * size / 8):,}: 2.5 epochs of {size:,} records"
+    assert ("steps", fact) in preview_of(config).facts
+
+
 def test_on_policy_and_what_the_teacher_reads(chat_job: MakeJob) -> None:
     config = chat_job(MARKED, talk("1+1=", "2"))
     values = config.model_dump(include={"student", "data", "eval"}, exclude_unset=True)
@@ -160,7 +186,10 @@ def test_offline(material: tiny.Material, tmp_path: Path) -> None:
     sequences = sums(12)
     sequences[-1] = (sequences[-1][0][:-1], sequences[-1][1])
     store = write_store(tmp_path / "store", model, sequences)
-    preview = preview_of(tiny.offline_job(material, store, eval__prompts=2), shown=2)
+    config = tiny.offline_job(material, store, eval__prompts=2)
+    config = config.model_copy(update={"epochs": 2.0, "max_steps": 0})
+    preview = preview_of(config, shown=2)
+    assert ("steps", "3: 2 epochs of 10 stored sequences") in preview.facts
     words = tiny.tokenizer()
     ids, start = sequences[1]
     assert texts(preview, 1) == [

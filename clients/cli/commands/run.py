@@ -244,7 +244,7 @@ def _reopen_run(path: Path, max_steps: int | None) -> tuple[RunDirectory, int]:
                 hint="resume the job without --set",
             )
         if max_steps:
-            config = config.model_copy(update={"max_steps": max_steps})
+            config = config.model_copy(update={"max_steps": max_steps, "epochs": None})
             replace_file(run.job_json, config.model_dump_json(indent=2) + "\n")
         run.write_control(Control())
         return run, _new_attempt(run, status)

@@ -9,15 +9,22 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeAlias
 
-from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import (
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from clients.config.tables.after import After, check_outputs
 from clients.config.tables.common import (
     CheckpointConfig,
-    Count,
     EvalConfig,
     EvaluatedModel,
     ExportConfig,
@@ -35,6 +42,7 @@ from clients.config.tables.rollouts import RolloutsConfig
 from clients.config.tables.teacher import RowRequest, TeacherLink
 from clients.data.object_urls import is_object_url
 from clients.data.prompt_format import PromptFormat
+from protos.errors import InvalidInput
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}"
 _MAX_LABELS, _MAX_CHARS = 32, 200
@@ -205,6 +213,11 @@ class JobConfig(Table):
         return False
 
     @property
+    def reads_all_columns(self) -> bool:
+        """Whether the job reads all columns of its records, not only those that its keys name."""
+        return False
+
+    @property
     def data_files(self) -> Sequence[DataFile]:
         """The data files and hub data sets that the job's program reads."""
         return ()
@@ -248,13 +261,33 @@ class TrainingJob(JobConfig):
     # Whether a gradient of zero is an update: rewards may be equal.
     learns_from_zero: ClassVar[bool] = False
     student: StudentConfig
-    max_steps: Count = 500
+    epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Passes over the training data, such as 2.0, instead of `max_steps`; see docs/jobs.md."""
+    max_steps: Annotated[int, Field(ge=0, lt=2**31, json_schema_extra={"minimum": 1})] = 500
     """Optimizer steps."""
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     export: ExportConfig = ExportConfig()
     track: TrackConfig = TrackConfig()
+
+    @field_validator("max_steps")
+    @classmethod
+    def _is_the_only_length(cls, max_steps: int, info: ValidationInfo) -> int:
+        if "epochs" in info.data and (info.data["epochs"] is None) == (max_steps == 0):
+            raise ValueError(
+                "epochs gives the number of steps; remove one of the two keys"
+                if max_steps
+                else "must be greater than or equal to 1"
+            )
+        return max_steps
+
+    @model_validator(mode="after")
+    def _leaves_steps_open(self) -> Self:
+        """With `epochs`, the number of steps is 0 until the data are read."""
+        if self.epochs is not None and "max_steps" not in self.model_fields_set:
+            self.__dict__["max_steps"] = 0  # the table is frozen
+        return self
 
     @model_validator(mode="after")
     def _divides_plain_layers(self) -> Self:
@@ -317,6 +350,27 @@ class TrainingJob(JobConfig):
         """Number of sequences per prompt in a step."""
         count: int = getattr(getattr(self, "method", None), "rollouts_per_prompt", 1)
         return count
+
+    def count_steps(self, epoch_size: int) -> int:
+        """Return the number of steps, for data of `epoch_size` prompts or stored sequences.
+
+        Raises InvalidInput if there are too many.
+        """
+        if self.epochs is None or self.max_steps:
+            return self.max_steps
+        prompts = Fraction(str(self.epochs)) * epoch_size
+        if (steps := math.ceil(prompts / self.train.prompts_per_step)) >= 2**31:
+            raise InvalidInput(
+                f"{self.epochs:g} epochs are {steps:,} steps",
+                field="epochs",
+                hint="lower the value",
+            )
+        return steps
+
+    def describe_epochs(self, epoch_size: int) -> str:
+        """Return the length of a job with `epochs` in words."""
+        kind = "stored sequences" if self.stores else "records"
+        return f"{self.epochs:g} epochs of {epoch_size:,} {kind}"
 
     @property
     def sequences_per_step(self) -> int:

@@ -169,7 +169,7 @@ def test_refused_with_line_and_key(tmp_path: Path, sweep: str, problem: str) -> 
 
 
 def test_every_problem_of_every_point_once(tmp_path: Path) -> None:
-    path = write_jobs(tmp_path, HEAD + "epochs = 3\n[sweep]\nmax_steps = [0, -1]\nseed = [1, 2]\n")
+    path = write_jobs(tmp_path, HEAD + "epoch = 3\n[sweep]\nmax_steps = [0, -1]\nseed = [1, 2]\n")
     with pytest.raises(InvalidInput) as caught:
         load_jobs(path)
     lines = str(caught.value).splitlines()

@@ -26,6 +26,7 @@ LOADED = CAPTURE + 'teacher.model = "t"\n'
 
 # (job, a key without effect that is not at its default, part of the remedy)
 REFUSED = [
+    (RL + "method.dynamic_sampling = 2\n", "epochs = 2.0", "set max_steps"),
     (ON_POLICY, "data.teacher_column = 'by'", "add the teachers to this table"),
     (ON_POLICY, "data.answer_column = 'a'", "eval.metric = 'exact_match'"),
     (
@@ -151,6 +152,7 @@ REFUSED = [
 ]
 # The same keys where they have an effect.
 USED = [
+    *(job + "epochs = 2.0\n" for job in (ON_POLICY, RL, SFT, OFFLINE)),
     ON_POLICY + "teachers.maths = 't:1'\ndata.teacher_column = 'by'\n",
     ON_POLICY + "eval.metric = 'exact_match'\ndata.answer_column = 'a'\n",
     # Users try a job of a hub data set on a file with --set data.path=FILE.

@@ -7,7 +7,7 @@ import contextlib
 import json
 import shutil
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -127,8 +127,11 @@ def test_author_s_file_keeps_its_kind(tmp_path: Path, control: JobControl) -> No
     assert (tmp_path / "runs" / yaml / "job.yaml").exists()
 
 
-def test_resume_checks_max_steps(control: JobControl, connection: sqlite3.Connection) -> None:
-    job_id = submit(control, max_steps=50)
+@pytest.mark.parametrize("length", [{"max_steps": 50}, {"max_steps": 0, "epochs": 2.0}])
+def test_resume_checks_max_steps(
+    control: JobControl, connection: sqlite3.Connection, length: Mapping[str, float]
+) -> None:
+    job_id = submit(control, **length)
     asyncio.run(control.cancel(job_id, now=False))
     connection.execute("UPDATE jobs SET step = 20")
     for steps in (20, 2**31, 2**63):
@@ -137,7 +140,8 @@ def test_resume_checks_max_steps(control: JobControl, connection: sqlite3.Connec
         assert exc_info.value.field == "max_steps"
     job = control.resume(job_id, max_steps=21, from_step=0)
     assert (job.state, job.max_steps, job.attempt) == (JobState.QUEUED, 21, 2)
-    assert json.loads(job.config_json)["max_steps"] == 21
+    config = json.loads(job.config_json)
+    assert (config["max_steps"], config["epochs"]) == (21, None)
 
 
 @pytest.mark.parametrize("nonsense", ["", "{", "[]", '{"stop": "later"}', '{"start": 1}'])

@@ -19,7 +19,7 @@ from protos.errors import Corrupt, InvalidInput
 from student_trainer.data.captured_stores import open_stores
 from student_trainer.data.prompts import ModelIds
 from student_trainer.loop.trainer import Trainer
-from student_trainer.methods.offline import _split, load_task_prompts
+from student_trainer.methods.offline import load_task_prompts, split
 from student_trainer.methods.offline_steps import StoredSteps, read
 from student_trainer.model.loading import load_model
 from tests.clients.data.test_prompt_format import CHARACTERS, PLAIN, TALK
@@ -169,10 +169,10 @@ def test_no_more_than_two_steps_ahead(store: Path) -> None:
 
 def test_held_out_is_never_learned(material: tiny.Material, store: Path) -> None:
     config = tiny.offline_job(material, store)
-    chosen, held_out = _split(config, open_stores(config))
+    chosen, held_out = split(config, open_stores(config))
     assert len(held_out) == config.eval.prompts
     assert sorted([*chosen, *held_out]) == list(range(len(TEXTS)))
-    other_chosen, _ = _split(config.model_copy(update={"seed": 1}), open_stores(config))
+    other_chosen, _ = split(config.model_copy(update={"seed": 1}), open_stores(config))
     assert sorted(other_chosen) != sorted(chosen)
 
 
@@ -186,7 +186,7 @@ def test_nor_is_a_copy_of_what_is_held_out(
     path = write_store(tmp_path / "rows", teacher, texts)
     changes = {"data__eval_path": str(path)} if has_eval_path else {}
     config = tiny.offline_job(material, path, **changes)
-    chosen, held_out = _split(config, open_stores(config))
+    chosen, held_out = split(config, open_stores(config))
     held_out_ids = {tuple(texts[index][0]) for index in held_out}
     learned_ids = [tuple(texts[index][0]) for index in chosen]
     assert not held_out_ids & set(learned_ids)
@@ -196,7 +196,7 @@ def test_nor_is_a_copy_of_what_is_held_out(
     max_prompts = len(texts) - (not has_eval_path)
     whole_config = tiny.offline_job(material, path, eval__prompts=max_prompts, **changes)
     with pytest.raises(InvalidInput, match="every sequence of the store"):
-        _split(whole_config, open_stores(whole_config))
+        split(whole_config, open_stores(whole_config))
 
 
 def test_a_store_that_is_deleted_stays_readable(store: Path, tmp_path: Path) -> None:
