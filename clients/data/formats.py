@@ -111,10 +111,11 @@ def read_records(path: str, columns: Sequence[str], field: str) -> Iterator[Reco
         elif suffix_of(path) == ".json" and _begins_with_array(stream):
             yield from _read_array(stream, path, field)
         else:
-            for number, line in enumerate(stream, 1):
-                record = _record_of_line(line, number, path, field)
-                if record is not None:
-                    yield record
+            with _hint_of(path):
+                for number, line in enumerate(stream, 1):
+                    record = record_in(line, f"{path}:{number}", field)
+                    if record is not None:
+                        yield record
 
 
 def read_start(path: str, field: str) -> tuple[list[str], list[Record]]:
@@ -237,30 +238,36 @@ def _lines_start(stream: BinaryIO, path: str, field: str) -> tuple[list[Record],
     is_complete = len(content) < _START_BYTES
     lines = content.split(b"\n")
     located = enumerate(lines if is_complete else lines[:-1], 1)
-    records = (_record_of_line(line, number, path, field) for number, line in located)
-    return list(islice((record for record in records if record is not None), START_RECORDS)), (
-        is_complete
-    )
+    parsed = (record_in(line, f"{path}:{number}", field) for number, line in located)
+    with _hint_of(path):
+        records = list[Record](
+            islice((record for record in parsed if record is not None), START_RECORDS)
+        )
+    if suffix_of(path) == ".json" and is_complete and len(records) == 1:
+        _refuse_object(records[0], path, field)
+    return records, is_complete
 
 
-def _record_of_line(line: bytes, number: int, path: str, field: str) -> Record | None:
-    """Return the record of a line; a .json file may also be an object that holds the records."""
-    try:
-        record = record_in(line, f"{path}:{number}", field)
-    except InvalidInput as error:
-        if suffix_of(path) == ".json":
-            error.hint = "write one array of objects, [{...}, {...}], or one object in each line"
-        raise
-    if suffix_of(path) == ".json" and record is not None and len(record) == 1:
-        ((key, values),) = record.items()
-        is_message = isinstance(values, list) and any("role" in v or "from" in v for v in values)
-        if isinstance(values, list) and values and isinstance(values[0], dict) and not is_message:
+def _refuse_object(record: Record, path: str, field: str) -> None:
+    """Raise InvalidInput if the only record of a .json file is an object that holds the records."""
+    match list(record.items()):
+        case [(key, [{} as first, *_])] if not first.keys() & {"role", "from"}:
             raise InvalidInput(
                 f"{path} is one object, whose key {key!r} holds the records",
                 field=field,
                 hint="write the array of this key alone, such as with jq .KEY",
             )
-    return record
+
+
+@contextmanager
+def _hint_of(path: str) -> Iterator[None]:
+    """Add to an error of a .json file that the file may also be an array."""
+    try:
+        yield
+    except InvalidInput as error:
+        if suffix_of(path) == ".json":
+            error.hint = "write one array of objects, [{...}, {...}], or one object in each line"
+        raise
 
 
 def record_in(line: bytes, location: str, field: str) -> dict[str, Any] | None:

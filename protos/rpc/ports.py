@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pwd
 import random
 import socket
 from contextlib import ExitStack, suppress
@@ -46,6 +45,8 @@ def describe_listener(port: int) -> str:
 
     Linux shows the user of every listening socket, and the process to this user and to root.
     """
+    import pwd  # not on Windows
+
     uid, socket_link = _listening_socket(port)
     if not socket_link:
         return ""

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from clients.data.formats import read_start
 from clients.data.prompt_format import PromptFormat
 from clients.data.records import DataSet, text_of
 from protos.errors import InvalidInput
@@ -117,3 +118,19 @@ def test_float32_columns_hold_the_decimals_that_were_written(kind: str, tmp_path
         {"answer": 2.5, "n": 2.5},
         {"answer": None, "n": None},
     ]
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [{"ids": [1, 2]}],
+        [{"messages": [{"role": "user", "content": "?"}]}],
+        [{"turns": [{"text": "a"}]}, {"turns": [{"text": "b"}]}],
+    ],
+)
+def test_json_lines_of_one_key_are_records(records: list[Any], tmp_path: Path) -> None:
+    """A list of numbers, one conversation, and two lines: none is an object that holds records."""
+    path = tmp_path / "a.json"
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    assert [record for _, record in DataSet(str(path), field="data.path").rows([])] == records
+    assert read_start(str(path), "data.path")[1] == records
