@@ -60,7 +60,7 @@ class CriticAdvantages:
 
     The critic does not change the student. It is trained before the student in each step, and needs
     the hidden states of all answers of the step: one forward pass, and float32 [tokens, H] of
-    memory.
+    memory. updates: the number of updates of the critic in this process.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class CriticAdvantages:
             weight_decay=0.0,
             fused=True,
         )
+        self.updates = 0
 
     def __call__(self, rollouts: Sequence[Rollout], rewards: Tensor) -> tuple[list[Tensor], Tensor]:
         """Collective. Return the advantages of a step's answers, then train the critic on them.
@@ -130,6 +131,7 @@ class CriticAdvantages:
                     "the loss depends on every parameter, even without states"
                 )
                 parameter.grad = self._sum_over_processes(parameter.grad)
+            self.updates += 1
             self._optimizer.step()
             self._optimizer.zero_grad()
         return initial_loss

@@ -201,14 +201,19 @@ class Trainer:
 
     def _train_or_save(self, step: int) -> dict[str, float]:
         self._is_within_step = False
+        critic_updates = self._count_critic_updates()
         try:
             return self._train_step(step)
         except DistillError:
-            # No rank has changed a weight since the last finished step, so that step can be saved.
-            if not self._is_within_step:
+            # If no rank has changed a weight of the student or of the critic since the last
+            # finished step, that step can be saved.
+            if not self._is_within_step and self._count_critic_updates() == critic_updates:
                 self._save()
             self._finish_saving()
             raise
+
+    def _count_critic_updates(self) -> int:
+        return 0 if self.method.critic is None else self.method.critic.updates
 
     def _train_step(self, step: int) -> dict[str, float]:
         started_at = time.monotonic()
@@ -216,8 +221,6 @@ class Trainer:
         step_share = self.method.steps(step)
         if self.method.rollouts_ahead is not None:
             self.method.rollouts_ahead.before_learning()
-        # `steps` has already updated the critic.
-        self._is_within_step = self.method.critic is not None
         rollouts_at = time.monotonic()
         rate = learning_rate(self.config.train, step, self.config.max_steps)
         updates = []

@@ -97,27 +97,53 @@ def test_a_resume_goes_on_with_the_same_critic(material: tiny.Material, tmp_path
     assert len(set(losses)) == len(losses)
 
 
-@pytest.mark.parametrize("advantages", ["group", "gae"])
+@pytest.mark.parametrize(
+    ("advantages", "place"),
+    [
+        ("group", "in the student's step"),
+        ("gae", "before the critic"),
+        ("gae", "after the critic"),
+        ("gae", "in the student's step"),
+    ],
+)
 def test_a_fault_after_the_critic_has_learned_leaves_no_checkpoint(
-    material: tiny.Material, tmp_path: Path, advantages: str, monkeypatch: pytest.MonkeyPatch
+    material: tiny.Material,
+    tmp_path: Path,
+    advantages: str,
+    place: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The critic would be a step ahead of the student. Without a critic, a checkpoint is saved."""
+    """The critic would be a step ahead of the student. In other cases, a checkpoint is saved."""
     config = tiny.rl_job(material, method__advantages=advantages, checkpoint__every=50)
     with trainer_of(tmp_path / "run", config) as trainer:
-        learn = trainer.learner.add_gradients
+        sample, learn = trainer.method.steps, trainer.learner.add_gradients
 
-        def fail_in_step_2(pending: Any) -> Any:
+        def fail_in_step_2() -> None:
             if trainer.step == 1:
                 raise Unavailable("no teacher")
+
+        def sample_or_fail(step: int) -> Any:
+            if place == "before the critic":
+                fail_in_step_2()
+            samples = sample(step)
+            if place == "after the critic":
+                fail_in_step_2()
+            return samples
+
+        def learn_or_fail(pending: Any) -> Any:
+            if place == "in the student's step":
+                fail_in_step_2()
             return learn(pending)
 
-        monkeypatch.setattr(trainer.learner, "add_gradients", fail_in_step_2)
+        monkeypatch.setitem(vars(trainer.method), "steps", sample_or_fail)
+        monkeypatch.setattr(trainer.learner, "add_gradients", learn_or_fail)
         with pytest.raises(Unavailable):
             trainer.train()
     checkpoint_names = sorted(
         path.name for path in (tmp_path / "run").glob("**/step-*") if path.is_dir()
     )
-    assert checkpoint_names == ([] if advantages == "gae" else ["step-000001"])
+    is_saved = advantages == "group" or place == "before the critic"
+    assert checkpoint_names == (["step-000001"] if is_saved else [])
 
 
 @pytest.mark.gpu
