@@ -8,6 +8,7 @@ checks that need a response from a teacher.
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 from clients.config.file import named_files, named_urls
@@ -26,7 +27,7 @@ from clients.data.tokens.tokenizer import chat_templates_in, read_template
 from clients.preflight.data_files import check_data
 from clients.preflight.disk import check_space
 from clients.preflight.limits import fit_limits, resumed_limits
-from clients.preflight.models import check_models
+from clients.preflight.models import check_models, list_models
 from clients.preflight.packages import check_packages, check_trackers
 from clients.preflight.parallel import check_context_parallel, check_tensor_parallel
 from clients.preflight.rollouts import check_gpus
@@ -37,6 +38,8 @@ from protos.errors import InvalidInput
 _ON_DISK = frozenset(
     {"teacher.model", "teacher.tokenizer", "data.tokenizer", "data.image_folder", "reward.file"}
 )
+# The names that the hub's client accepts.
+_HUB_ID = re.compile(r"(?!.*(--|\.\.))(\w[\w.-]*/)?\w([\w.-]{0,94}\w)?")
 log = logging.getLogger(__name__)
 
 RELATIVE_PATH_HINT = "relative paths start at the current directory"
@@ -111,16 +114,19 @@ def check_files(config: AnyJob, hint: str = RELATIVE_PATH_HINT) -> None:
     """Raise InvalidInput if a file or directory that the job names does not exist.
 
     Only names that must be paths are checked: with a file suffix, a leading "/", "./", "../" or
-    "~", more than one "/", or an existing directory before the "/". Other names may be hub ids.
+    "~", more than one "/", or an existing directory before the "/"; and models whose names the hub
+    refuses, such as names with spaces. Other names may be hub ids.
     Only the form of a URL is checked: the job's program has the credentials and opens the object.
     """
     for key, url in named_urls(config):
         _check_url(key, url)
+    models = {key for key, _, _ in list_models(config)}
     for key, name in named_files(config):
         has_suffix = name.endswith((*FILE_SUFFIXES, ".py", ".jinja"))
         # A hub id has at most one slash and no NUL character.
         is_local = has_suffix or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
         is_local = is_local or "\0" in name
+        is_local = is_local or (key in models and not _HUB_ID.fullmatch(name))
         try:
             if is_pattern(name):
                 files_of(name, key)

@@ -17,7 +17,7 @@ def check_models(config: JobConfig, *, here: bool = True) -> list[str]:
     are returned. Raises InvalidInput. Hub ids and URLs are checked by the programs that fetch them.
     """
     notes: list[str] = []
-    for field, model, reader in _list_models(config):
+    for field, model, reader in list_models(config):
         try:
             exists = Path(model).exists()
         except (OSError, ValueError):  # no path, so perhaps a hub id
@@ -27,7 +27,7 @@ def check_models(config: JobConfig, *, here: bool = True) -> list[str]:
     return notes
 
 
-def _list_models(config: JobConfig) -> Iterator[tuple[str, str, Reader]]:
+def list_models(config: JobConfig) -> Iterator[tuple[str, str, Reader]]:
     """Yield the key, the name and the reader of each model that the job loads."""
     student, teacher = config.answering_student, config.teacher_link
     if student is not None:

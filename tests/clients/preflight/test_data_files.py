@@ -239,6 +239,11 @@ REFUSED = {
         PROMPTS,
         changes={"student": {"model": "models/studnet"}},
     ),
+    "no hub id": Case(
+        "student.model: no such file: my model; relative paths start at",
+        PROMPTS,
+        changes={"student": {"model": "my model"}},
+    ),
     "mixed file": Case(
         "data.mix.0.path: no such file: e.jsonl",
         PROMPTS,
