@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 
+from clients.runs.best_step import best_step
+from clients.runs.metrics_file import Point
 from distill_server.jobs.runs_owner import exclusive_lock
 from protos.errors import Corrupt, InvalidInput, NotFound, Unavailable, WrongState
 
@@ -244,10 +247,10 @@ def thin_events(connection: sqlite3.Connection, job_id: str, last_seq: int) -> N
     """Delete the old events of a job at every 500th event.
 
     Call this function for each new event, in a transaction; `last_seq` is the seq of the new event.
-    A deletion keeps the newest NEWEST events; changes of the state, the attempt or the reason;
-    evaluations; and at most OLDER other steps, which are multiples of a power of two. So a job has
-    at most NEWEST + OLDER + _EVERY events, not counting evaluations and changes of state. A
-    deletion takes about 3 ms.
+    A deletion keeps the newest NEWEST events; changes of the state, the attempt or the reason; at
+    most OLDER steps with an evaluation and OLDER other steps, which are multiples of a power of
+    two; and the evaluations that select a checkpoint. So a job has about NEWEST + 2 * OLDER +
+    _EVERY events, not counting changes of state. A deletion takes about 3 ms.
     """
     if last_seq % _EVERY or last_seq <= NEWEST + OLDER:
         return
@@ -256,28 +259,59 @@ def thin_events(connection: sqlite3.Connection, job_id: str, last_seq: int) -> N
         " WHERE job_id = ? AND seq <= ? ORDER BY seq",
         (job_id, last_seq - NEWEST),
     ).fetchall()
+    (config,) = connection.execute(
+        "SELECT config_json FROM jobs WHERE id = ?", (job_id,)
+    ).fetchone()
+    interval = json.loads(config).get("checkpoint", {}).get("every", 1)
     connection.executemany(
         "DELETE FROM events WHERE job_id = ? AND seq = ?",
-        [(job_id, seq) for seq in _select_deletions(rows)],
+        [(job_id, seq) for seq in _select_deletions(rows, interval)],
     )
 
 
-def _select_deletions(rows: Sequence[sqlite3.Row]) -> Iterable[int]:
-    """Return the seqs of the events to delete. `rows` are in order of seq."""
-    step_by_seq = {
-        row["seq"]: row["step"] if row["metrics"] != "{}" else None
-        for previous, row in pairwise(rows)
-        if _EVALUATION not in row["metrics"] and _state_of(previous) == _state_of(row)
-    }
+def _select_deletions(rows: Sequence[sqlite3.Row], interval: int) -> Iterable[int]:
+    """Return the seqs of the events to delete. `rows` are in order of seq; `interval`: the steps
+    between two checkpoints.
+    """
+    phases: list[int] = []
+    steps: dict[int, int] = {}
+    evaluations: dict[int, int] = {}
+    for previous, row in pairwise(rows):
+        if _state_of(previous) != _state_of(row):
+            continue
+        if row["metrics"] == "{}":
+            phases.append(row["seq"])
+        else:
+            group = evaluations if _EVALUATION in row["metrics"] else steps
+            group[row["seq"]] = row["step"]
+    unneeded = _exceed(evaluations)
+    if unneeded:
+        kept_steps = _selecting_steps(
+            [row for row in rows if _EVALUATION in row["metrics"]], interval
+        )
+        unneeded = [seq for seq in unneeded if evaluations[seq] not in kept_steps]
+    return [*phases, *_exceed(steps), *unneeded]
+
+
+def _selecting_steps(rows: Sequence[sqlite3.Row], interval: int) -> set[int | None]:
+    """Return the steps whose evaluations select the best checkpoint and the best result.
+
+    These are the best steps of all and of the checkpoints, which are written at multiples of
+    `interval` and at the end of an attempt.
+    """
+    points = [Point(row["step"], json.loads(row["metrics"])) for row in rows]
+    last_steps = set({row["attempt"]: row["step"] for row in rows}.values())
+    checkpoints = {point.step for point in points if point.step % interval == 0}
+    all_steps = {point.step for point in points}
+    return {best_step(points, steps) for steps in (all_steps, checkpoints)} | last_steps
+
+
+def _exceed(step_by_seq: Mapping[int, int]) -> list[int]:
+    """Return the seqs whose steps are no multiples of the least power of two that OLDER have."""
     stride = 1
-    while sum(_is_kept(step, stride) for step in step_by_seq.values()) > OLDER:
+    while sum(step % stride == 0 for step in step_by_seq.values()) > OLDER:
         stride *= 2
-    return [seq for seq, step in step_by_seq.items() if not _is_kept(step, stride)]
-
-
-def _is_kept(step: int | None, stride: int) -> bool:
-    """Return True for a step that is a multiple of the stride; False for a phase (None)."""
-    return step is not None and step % stride == 0
+    return [seq for seq, step in step_by_seq.items() if step % stride]
 
 
 def _state_of(row: sqlite3.Row) -> tuple[object, ...]:

@@ -1,12 +1,14 @@
-"""Old events of long jobs are thinned; evaluations and changes of state are kept."""
+"""Old events of long jobs are thinned; changes of state, and few evaluations, are kept."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
+from clients.config.tables.common import CheckpointConfig
 from clients.jobs.job import JobEvent, JobState
 from clients.jobs.record import points_of
 from distill_server.jobs.database import NEWEST, OLDER, open_database
@@ -68,3 +70,25 @@ def test_the_steps_that_are_left_are_spread_evenly(events: list[JobEvent]) -> No
     assert len(old) >= OLDER // 2
     # Gaps are powers of two; events since the last thinning are not thinned yet.
     assert max(b - a for a, b in pairwise(old)) <= 128
+
+
+def test_a_job_that_is_evaluated_at_every_step(tmp_path: Path) -> None:
+    """The evaluations that select its best checkpoint are kept."""
+    config = job_config().model_copy(update={"checkpoint": CheckpointConfig(every=30)})
+    best = {1_230: 0.2, 1_231: 0.1}  # of the checkpoints, and of all steps
+    with open_database(tmp_path / "server.sqlite") as connection:
+        connection.execute("PRAGMA synchronous = OFF")
+        store = JobStore(connection, on_change=lambda job_id: None)
+        store.add("long", config, "")
+        store.change("long", Change(JobState.PREPARING), Change(JobState.RUNNING))
+        for start in range(0, 5000, 50):
+            changes = [
+                Change(step=step, metrics={"eval/kl": best.get(step, 0.5)})
+                for step in range(start + 1, start + 51)
+            ]
+            store.change("long", *changes)
+        steps = [event.step for event in store.events("long", 0, 9999) if event.metrics]
+    assert len(steps) <= NEWEST + OLDER + 500 + len(best)
+    assert steps[-NEWEST:] == list(range(5001 - NEWEST, 5001))
+    assert best.keys() <= set(steps)
+    assert max(b - a for a, b in pairwise(steps)) <= 16, "spread over the whole run"
