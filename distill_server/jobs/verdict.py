@@ -22,6 +22,7 @@ class Policy:
     - wait: pause before the preflight of a waiting job is repeated; doubled up to `longest_wait`.
     - give_up_after: time without a new step after which a waiting job is FAILED.
     - linger: time from the end of a teacher's last job to the end of the teacher.
+    - lease: time without a server and without trainers after which a teacher ends by itself.
     - cancel_grace: time from a cancel to the kill of the trainer, for its checkpoint.
     - cancel_now_grace: the same time for a cancel without a checkpoint.
     - poll_every: pause between two polls.
@@ -39,6 +40,7 @@ class Policy:
     longest_wait: float = 30.0
     give_up_after: float = 24 * 3600.0
     linger: float = 60.0
+    lease: float = 600.0
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """The directory of a teacher that the server runs: its record, its command line and its log.
 
 .teachers/KEY/teacher.json       model and options, newest attempt, port, GPUs
+              lease            touched by the server at each poll
               tokens             the token that the teacher accepts, if the server has such a token
               logs/attempt-N/    rank-0.log, and the files of the attempt's shim
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -22,6 +24,7 @@ from clients.config.tables.teacher import STARTED_KEYS, TeacherLink
 from clients.data.outside import open_regular
 from clients.runs.directory import RunDirectory, replace_file
 from clients.runs.launch import PROGRESS, teacher_command
+from distill_server.runners.local.lease import LEASE_FILE
 from protos.rpc.channel import TEACHER_TOKEN, token_of
 
 _NAME = ".teachers"
@@ -98,6 +101,12 @@ def write_record(home: RunDirectory, record: Record) -> None:
     if token := token_of(TEACHER_TOKEN):
         with os.fdopen(os.open(tokens, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
             file.write(f"read {token}\n")
+
+
+def renew_lease(home: RunDirectory) -> None:
+    """Tell the teacher that a server polls it; errors are ignored: the next poll does it again."""
+    with contextlib.suppress(OSError):
+        (home.path / LEASE_FILE).touch()
 
 
 def remove(home: RunDirectory) -> None:

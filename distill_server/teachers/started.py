@@ -1,7 +1,8 @@
 """Starts, shares, restarts and stops the teachers that a server runs.
 
 Each teacher runs under a shim, as a trainer does, and outlives the server. The next server finds
-the teachers by their directories (`home.py`) and follows them.
+the teachers by their directories (`home.py`) and follows them. Without a server, a teacher ends
+some time after the last trainer (`runners/local/lease.py`).
 """
 
 from __future__ import annotations
@@ -116,7 +117,9 @@ class StartedTeachers:
         self._machine: Machine = policy.machine
         self._files = files
         self._wake = wake
-        self._runner = LocalRunner(command=homes.command, has_trackers=False)
+        self._runner = LocalRunner(
+            command=homes.command, has_trackers=False, lease=(runs, policy.lease)
+        )
         self._users: Mapping[str, Sequence[str]] = {}
         now = time.monotonic()
         # Teachers of an earlier server; those that do not run are removed when they are polled.
@@ -267,6 +270,7 @@ class StartedTeachers:
         Returns the outcome, the address and port if the log has a new address, and the stage of a
         start or the error of an end.
         """
+        homes.renew_lease(teacher.home)
         log_file = teacher.home.log_file(teacher.record.attempt)
         outcome = self._runner.poll(teacher.home, teacher.record.attempt)
         address, port = ("", 0) if teacher.address else homes.read_address(log_file)

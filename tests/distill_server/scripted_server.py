@@ -4,8 +4,8 @@ OPTIONS are JSON: `gpus`, how many to divide; `threads`, of a job; `retries`; `c
 "fast": what becomes of time.time; `ranks`, a program of which torch's launcher runs two, with the
 number of the attempt; `ray`, the address of a cluster that runs the jobs, with no launcher;
 `slurm`, options of sbatch: Slurm runs the jobs, with no launcher;
-`linger`, the seconds that a teacher stays without jobs; `tokens`, the lines of a token file;
-`keep_days`, as the option --keep-days.
+`linger`, the seconds that a teacher stays without jobs; `lease`, without server and trainers;
+`tokens`, the lines of a token file; `keep_days`, as the option --keep-days.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def main() -> int:
                 runner=runner_of(options),
                 policy=Policy(
                     *(machine, 10_000, options.get("retries", 1)),
-                    **{**POLICY, "linger": options.get("linger", 60.0)},
+                    **{**POLICY, **{k: options[k] for k in ("linger", "lease") if k in options}},
                 ),
                 preflight=accept_all,
                 keep_days=options.get("keep_days"),

@@ -25,6 +25,7 @@ from distill_server.runners.interface import (
     Outcome,
     Running,
 )
+from distill_server.runners.local.lease import LEASE_FILE
 from distill_server.runners.local.process import (
     boot_id,
     claim,
@@ -55,9 +56,17 @@ class LocalRunner:
     """
 
     def __init__(
-        self, *, command: CommandFactory = trainer_command, has_trackers: bool = True
+        self,
+        *,
+        command: CommandFactory = trainer_command,
+        has_trackers: bool = True,
+        lease: tuple[Path, float] | None = None,
     ) -> None:
-        """`has_trackers`: false for programs that must not get the keys of trackers."""
+        """`has_trackers`: false for programs that must not get the keys of trackers. `lease`: the
+        directory of the runs whose trainers need the programs, and the seconds after which a
+        program ends that neither a server polls nor a trainer needs.
+        """
+        self._lease = lease
         self._command = command
         self._has_trackers = has_trackers
         # Shims that this server started. They must be waited for, or they stay zombies.
@@ -91,6 +100,9 @@ class LocalRunner:
             str(log),
             str(KILL_GRACE_SECONDS),
         ]
+        if self._lease is not None:
+            needed_by, seconds = self._lease
+            shim += ["--lease", str(run.path / LEASE_FILE), str(needed_by), str(seconds)]
         environment = trainer_environment(os.environ, share, processes)
         if not self._has_trackers:
             environment = without_trackers(environment)

@@ -1,6 +1,7 @@
 """A process between server and trainer that outlives the server and records the exit code.
 
-    python -m distill_server.runners.local.shim LOG_FILE GRACE_SECONDS [--rank DIRECTORY] -- argv...
+    python -m distill_server.runners.local.shim LOG_FILE GRACE_SECONDS [--rank DIRECTORY]
+        [--lease FILE RUNS SECONDS] -- argv...
 
 The shim writes these files beside the log: shim.json (the processes of shim and trainer),
 `heartbeat` (touched every second), processes.json (the processes of the attempt, after each change)
@@ -9,7 +10,8 @@ process group, and SIGKILL after the grace period. On SIGQUIT, or after the star
 attempt, the shim sends SIGKILL.
 
 With --rank, the shim is one of several shims of an attempt: it writes its files to DIRECTORY, and
-kills its process when the other end of its stdin is closed.
+kills its process when the other end of its stdin is closed. With --lease, the shim ends its process
+as on SIGTERM when the lease is over (`lease.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from pathlib import Path
 
 from clients.runs.fence import is_fenced
 from clients.runs.file_system import delete_abandoned
+from distill_server.runners.local.lease import Lease
 from distill_server.runners.local.process import (
     MARK,
     Identity,
@@ -53,11 +56,15 @@ def main() -> None:
     log_file, grace, *arguments = sys.argv[1:]
     options, argv = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
     log = Path(log_file)
+    lease = None
+    if options[:1] == ["--lease"]:
+        lease = Lease(Path(options[1]), Path(options[2]), float(options[3]))
+        options = options[4:]
     directory = Path(options[1]) if options else log.parent
     if options and os.fork():
         # Detach from the Ray worker, which kills its children when it ends.
         os._exit(0)
-    supervise(directory, log, lambda: float(grace), argv, is_owned=bool(options))
+    supervise(directory, log, lambda: float(grace), argv, is_owned=bool(options), lease=lease)
 
 
 def supervise(
@@ -67,12 +74,14 @@ def supervise(
     argv: list[str],
     *,
     is_owned: bool = False,
+    lease: Lease | None = None,
 ) -> int | None:
     """Run `argv` to its end as the shim in this process, and return its exit code.
 
     -N means that signal N killed the process. None means that another process has claimed the
     attempt of `directory`, so nothing was started. `grace_seconds` is called on SIGTERM. With
-    `is_owned`, `argv` is also killed when the other end of stdin is closed.
+    `is_owned`, `argv` is also killed when the other end of stdin is closed. At the end of the
+    lease, `argv` gets SIGTERM, and SIGKILL after the grace period.
     """
     # Blocked signals stay pending until sigtimedwait. Handlers would race with the waits.
     signal.pthread_sigmask(signal.SIG_BLOCK, {*_WATCHED, signal.SIGHUP, signal.SIGINT})
@@ -89,7 +98,9 @@ def supervise(
         return _CANNOT_RUN
     try:
         _write_card(directory, mark, child)
-        code = _follow_trainer(child, mark, directory, grace_seconds, is_owned=is_owned)
+        code = _follow_trainer(
+            child, mark, directory, grace_seconds, is_owned=is_owned, lease=lease
+        )
     finally:
         # Ranks and workers that still run would keep memory, ports and the run directory's lock.
         with contextlib.suppress(OSError):  # write the exit code even if the kill fails
@@ -139,11 +150,18 @@ def _write_card(directory: Path, mark: str, child: int) -> None:
 
 
 def _follow_trainer(
-    child: int, mark: str, directory: Path, grace_seconds: Callable[[], float], *, is_owned: bool
+    child: int,
+    mark: str,
+    directory: Path,
+    grace_seconds: Callable[[], float],
+    *,
+    is_owned: bool,
+    lease: Lease | None,
 ) -> int:
     """Wait for the trainer's end and return its exit code; -N means that signal N killed it.
 
-    With `is_owned`, also kill the trainer when the other end of stdin is closed.
+    With `is_owned`, also kill the trainer when the other end of stdin is closed; with `lease`, end
+    the trainer when the lease is over.
     """
     kill_at, is_unwanted, is_terminated = float("inf"), False, False
     listed_processes: list[Identity] = []
@@ -163,6 +181,9 @@ def _follow_trainer(
         # WNOWAIT keeps the ended trainer a zombie, so its pid and process group are not reused.
         exit_state = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         signum = event.si_signo if event is not None else 0
+        if lease is not None and not is_terminated and not signum:
+            with contextlib.suppress(OSError):
+                signum = signal.SIGTERM if lease.is_over() else 0
         # Send one SIGTERM only: some programs exit at once on a second one.
         if signum == signal.SIGTERM and not exit_state and not is_terminated:
             is_terminated = True

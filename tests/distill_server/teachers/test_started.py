@@ -181,6 +181,19 @@ def test_the_next_server_finds_it(make_server: MakeServer) -> None:
         eventually(lambda: not client.teachers())
 
 
+def test_without_a_server_it_ends_after_the_last_trainer(make_server: MakeServer) -> None:
+    """Before, it ran for ever, with its GPU. `runners/test_lease.py` has the trainers."""
+    server = make_server(lease=1.0)
+    with DistillClient(server.address) as client:
+        job = client.submit(make_taught_job("pause=0.2"))
+        wait_until_running(client, job)
+        teacher = process_of(server, only_teacher(client))
+        server.kill()
+        eventually(lambda: not teacher.is_running())
+        server.start()
+        assert job.wait(60).state is JobState.SUCCEEDED
+
+
 def test_a_server_killed_while_it_loads(make_server: MakeServer) -> None:
     server = make_server()
     with DistillClient(server.address) as client:
