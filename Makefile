@@ -3,7 +3,7 @@ FAST := $(addprefix tests/,protos clients distill_server/jobs distill_server/rpc
   teacher_service/cache $(addprefix student_trainer/,losses cross_tokenizer data model run rewards \
   test_critic.py test_critic_advantages.py))
 
-.PHONY: setup docs demo demo-rl demo-search demo-real test test-all test-touched test-fast test-vllm-short test-ray test-slurm test-deploy test-monitoring test-8bit test-track test-formats test-vllm soak chaos lint report bench bench-offline bench-draws bench-rl bench-trl bench-evidence bench-gpu bench-vllm protos clean
+.PHONY: setup docs demo demo-rl demo-search demo-real test test-all test-touched test-fast test-vllm-short test-ray test-slurm test-deploy test-monitoring test-8bit test-track test-formats test-vllm soak chaos lint report bench bench-offline bench-draws bench-rl bench-trl bench-evidence bench-gpu setup-bench-gpu bench-vllm protos clean
 PYTHON ?= python3
 # Of faults in `make chaos`; CHAOS: its other options.
 MINUTES ?= 30
@@ -17,6 +17,8 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE :=
 VLLM := .venv-vllm/bin
 VLLM_GPU := .venv-vllm-gpu/bin
+# The Python of `make bench-gpu` on a machine without a network, which has the packages.
+GPU_PYTHON ?=
 # The index with CPU builds of torch; not used on a machine with an NVIDIA GPU.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 # Of the system, as pip does: a company's proxy has an authority of its own.
@@ -167,13 +169,15 @@ bench-evidence: setup  ## measure the claims of docs/evidence.md and write the p
 	$(BIN)/python -m benchmarks.evidence.service_cost --data $(DATA)
 	$(BIN)/python -m benchmarks.evidence.page
 
-bench-gpu: setup .venv-vllm-gpu/.installed  ## benchmark loss, scoring head, updates of a student (MFU, memory, beside TRL), rollouts and quantised teachers on this machine's GPU
+bench-gpu: $(if $(GPU_PYTHON),,setup-bench-gpu)  ## benchmark loss, scoring head, updates of a student (MFU, memory, beside TRL), rollouts and quantised teachers on this machine's GPU; GPU_PYTHON=python3 installs nothing
+	$(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks.gpu
+	$(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks.loss.heads --out benchmarks/results/heads_gpu.json
+	$(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks.gpu.training
+	$(or $(GPU_PYTHON),$(VLLM_GPU)/python) -m benchmarks.gpu.rollouts
+	$(or $(GPU_PYTHON),$(VLLM_GPU)/python) -m benchmarks.gpu.quantised
+
+setup-bench-gpu: setup .venv-vllm-gpu/.installed
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[8bit,bench]' liger-kernel
-	$(BIN)/python -m benchmarks.gpu
-	$(BIN)/python -m benchmarks.loss.heads --out benchmarks/results/heads_gpu.json
-	$(BIN)/python -m benchmarks.gpu.training
-	$(VLLM_GPU)/python -m benchmarks.gpu.rollouts
-	$(VLLM_GPU)/python -m benchmarks.gpu.quantised
 
 setup: .venv/.installed
 

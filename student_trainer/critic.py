@@ -169,10 +169,8 @@ class CriticAdvantages:
         with torch.no_grad():
             for name, parameter in self._critic.named_parameters():
                 parameter.copy_(read_tensor(name))
-                moments = {
-                    kind: read_tensor(f"{name}/{kind}") for kind in ("exp_avg", "exp_avg_sq")
-                }
+                # The fused kernel reads the step count on the device of the weight.
                 self._optimizer.state[parameter] = {
-                    "step": read_tensor(f"{name}/step"),  # AdamW keeps its step count on the CPU
-                    **{kind: value.to(parameter.device) for kind, value in moments.items()},
+                    kind: read_tensor(f"{name}/{kind}").to(parameter.device)
+                    for kind in ("step", "exp_avg", "exp_avg_sq")
                 }

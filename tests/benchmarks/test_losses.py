@@ -191,6 +191,14 @@ def test_without_a_gpu_the_gpu_command_says_so() -> None:
     assert "needs a CUDA device" in process.stderr
 
 
+def test_the_gpu_target_needs_no_network_with_a_python_of_the_machine() -> None:
+    command = ["make", "-n", "bench-gpu", f"GPU_PYTHON={sys.executable}"]
+    plan = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    lines = plan.splitlines()
+    assert len(lines) == 5
+    assert all(line.startswith(f"{sys.executable} -m benchmarks.") for line in lines)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_gpu_command_measures_a_gpu(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -10,10 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from clients.config.tables.rl_method import RLConfig
 from clients.runs.directory import RunDirectory
 from clients.runs.progress import Progress
 from protos.errors import Unavailable
 from student_trainer.assembly import assemble
+from student_trainer.critic import CriticAdvantages
 from student_trainer.data.sequence import Rollout
 from student_trainer.methods.rl import PendingRLSequence
 from student_trainer.rewards import make_rewards
@@ -95,6 +98,21 @@ def test_a_resume_goes_on_with_the_same_critic(material: tiny.Material, tmp_path
         assert all(torch.equal(value, second[name]) for name, value in first.items())
     losses = [line["critic/loss"] for line in metrics_of(run) if line["step"] > 0]
     assert len(set(losses)) == len(losses)
+
+
+def test_the_state_is_loaded_where_the_fused_kernel_reads_it(student: Any) -> None:
+    """The fused AdamW reads the step count on the weight's device, here the meta device."""
+    saved = torch.nn.Linear(student.config.hidden_size, 1)
+    tensors = {f"linear.{name}": weight.detach() for name, weight in saved.named_parameters()}
+    for name, weight in list(tensors.items()):
+        tensors |= {f"{name}/exp_avg": weight, f"{name}/exp_avg_sq": weight.square()}
+        tensors[f"{name}/step"] = torch.tensor(3.0)
+    accelerator: Any = SimpleNamespace(device=torch.device("meta"))
+    full: Any = SimpleNamespace(full=SimpleNamespace(model=student))
+    critic = CriticAdvantages(accelerator, full, RLConfig(type="rl", advantages="gae"), 64)
+    critic.load_state(tensors.__getitem__)
+    assert critic.state().keys() == tensors.keys()
+    assert {tensor.device.type for tensor in critic.state().values()} == {"meta"}
 
 
 @pytest.mark.parametrize(

@@ -52,12 +52,11 @@ def make_loss(name, head, tokens, teacher: Rows, weights):
     is_in_head = (head == tokens[:, None]).any(1)
     old_logprobs = teacher.token_logprobs
 
-    advantages = torch.linspace(-1, 1, len(old_logprobs), dtype=old_logprobs.dtype)
+    options = {"dtype": old_logprobs.dtype, "device": old_logprobs.device}
+    advantages = torch.linspace(-1, 1, len(old_logprobs), **options)
     # Log-probs of the draws by some policy; the first draw of every row is ignored.
-    draw_logprobs = torch.linspace(
-        -6, -1, teacher.sample_logprobs.numel(), dtype=old_logprobs.dtype
-    )
-    draw_logprobs = draw_logprobs.to(old_logprobs.device).view_as(teacher.sample_logprobs).clone()
+    draw_logprobs = torch.linspace(-6, -1, teacher.sample_logprobs.numel(), **options)
+    draw_logprobs = draw_logprobs.view_as(teacher.sample_logprobs).clone()
     draw_logprobs[:, 0] = torch.inf
 
     def surrogate(rows: Rows, index, added_advantage=0.0):
@@ -209,6 +208,17 @@ def test_any_shape(name, n, vocab, data, temperature, chunk_rows, with_bias, see
         dtype=torch.float64,
         tolerance=1e-10,
     )
+
+
+def test_the_losses_stay_on_the_device_of_their_rows():
+    """A GPU refuses operations on two devices; so does the meta device."""
+    *_, head, tokens, teacher, weights = (
+        value.map(lambda tensor: tensor.to("meta")) if isinstance(value, Rows) else value.to("meta")
+        for value in problem(6, 20, 3)
+    )
+    for name in LOSSES:
+        values = make_loss(name, head, tokens, teacher, weights)(teacher, slice(0, 6))
+        assert (values.device.type, values.shape) == ("meta", (6,)), name
 
 
 def test_frozen_head_or_body_costs_no_gradient():

@@ -21,11 +21,18 @@ from tests.student_trainer.losses.fused.test_linear_loss import (
 pytest.importorskip("triton", reason="triton is not installed")
 from student_trainer.losses.fused import softmax_triton
 
+pytestmark = pytest.mark.gpu
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
-
 CURVES = [LogitCurve(1.0), LogitCurve(0.7), LogitCurve(4.0, 9.0)]
+
+
+def test_the_mark_gpu_selects_every_test_of_the_kernels(request):
+    """`pytest -m gpu` on a machine with a GPU runs the compiled kernels."""
+    items = [item for item in request.session.items if item.path == request.path]
+    assert items
+    assert all(item.get_closest_marker("gpu") for item in items)
 
 
 @pytest.mark.parametrize("curve", CURVES, ids=str)
@@ -164,7 +171,6 @@ def test_repeated_draws_keep_their_gradient_in_half_precision(monkeypatch, size)
         assert ((gradient_row - exact_row).abs() <= 1e-2 * exact_row.abs() + 1e-9).all()
 
 
-@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("logit_map", [LogitMap(), LogitMap(9000, 1.5, 3.0)], ids=str)
 @pytest.mark.parametrize("name", LOSSES)
@@ -207,7 +213,6 @@ def test_on_a_gpu(name, dtype, logit_map):
         assert (a.cpu().double() - b).norm() <= tolerance * max(float(b.norm()), 1.0)
 
 
-@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_logits_on_a_gpu_are_not_rounded_to_half_precision():
     """With a top logit of about 22, rounding logits moves log-probs by 0.01 on average."""
