@@ -72,7 +72,7 @@ class MemoryCase:
 class Ends:
     """A tokenizer without an end token: every answer has all its tokens."""
 
-    eos_token_id = pad_token_id = None
+    eos_token_id = pad_token_id = chat_template = None
 
 
 def list_cases() -> Iterator[MemoryCase]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from clients.config.tables.job import TrainingJob
 from clients.plan.memory import host_bytes
 from clients.plan.memory_plan import USABLE, MemoryPlan, gib
+from clients.plan.step_time import Split, StepTime
 
 PART_COLUMN = "GiB per GPU"  # title of the first column
 
@@ -90,3 +91,31 @@ def conclusion_lines(plan: MemoryPlan, memory: float) -> list[str]:
     else:
         lines.append(f"Not even one sequence of {plan.load.line} tokens fits.")
     return lines + [f"- {sentence}" for sentence in plan.changes]
+
+
+def step_record(time: StepTime, split: tuple[Split, StepTime] | None) -> dict[str, object]:
+    """Return the time of a step as a record for `--json`, in seconds; best_split: None without
+    GPUs to divide.
+    """
+    best = None if split is None else {**asdict(split[0]), "seconds": split[1].seconds}
+    return {
+        "seconds": time.seconds,
+        "parts": dict(time.parts),
+        "bottleneck": time.bottleneck,
+        "best_split": best,
+    }
+
+
+def step_lines(machine: str, time: StepTime, split: tuple[Split, StepTime] | None) -> list[str]:
+    """Return the predicted seconds of a step, its bottleneck, and the best split of the GPUs."""
+    parts = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in time.parts.items())
+    lines = [
+        f"\nPredicted for {machine}, if every answer has the maximum length: {time.seconds:.3g} s"
+        f" per step; the bottleneck is: {time.bottleneck} ({parts})."
+    ]
+    if split is not None:
+        shares, best_time = split
+        counts = {"training": shares.trainer, "engines": shares.engines, "teacher": shares.teacher}
+        division = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        lines.append(f"Best split of the GPUs: {division}: {best_time.seconds:.3g} s per step.")
+    return lines

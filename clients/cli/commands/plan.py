@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,16 @@ import typer
 
 from clients.cli.settings import JobFileArgument, SetOption, settings_of
 from protos.errors import ExitCode, InvalidInput
+
+
+class MachineName(StrEnum):
+    """The GPUs of `clients/plan/machines.py`."""
+
+    A100 = "A100"
+    H100 = "H100"
+    H200 = "H200"
+    B200 = "B200"
+
 
 DirectoryArgument = Annotated[Path, typer.Argument(exists=True, file_okay=False)]
 
@@ -23,18 +34,27 @@ def plan(
         typer.Option(min=1, max=1024, help="Number of GPUs that train; default: train.processes."),
     ] = None,
     memory: Annotated[
-        float, typer.Option(min=1, max=10_000, metavar="GIB", help="Memory of a GPU in GiB.")
-    ] = 80.0,
+        float | None,
+        typer.Option(
+            min=1, max=10_000, metavar="GIB", help="Memory of a GPU in GiB; default: of --machine."
+        ),
+    ] = None,
+    machine: Annotated[
+        MachineName, typer.Option(help="GPU whose figures give the seconds of a step.")
+    ] = MachineName.H100,
 ) -> ExitCode:
-    """Compute the GPU memory of a job without loading the model.
+    """Compute the GPU memory and the seconds of a step, without loading the model.
 
     The command prints the memory of a GPU in each stage of a step, and the largest micro-batch that
     fits. If the job does not fit, it prints which change makes the job fit, and exits with code 1.
+    It also prints the predicted seconds of a step, the bottleneck, and the best split of the GPUs.
     """
     from clients.config.file import load_job
     from clients.config.tables.job import TrainingJob
     from clients.plan import memory_report
+    from clients.plan.machines import MACHINES
     from clients.plan.memory_plan import plan_of, shape_of_student
+    from clients.plan.step_time import best_split, step_time
     from clients.preflight.files import check_processes
     from clients.preflight.limits import fit_limits
     from clients.preflight.parallel import check_context_parallel, check_tensor_parallel
@@ -52,7 +72,11 @@ def plan(
     check_tensor_parallel(config)
     check_context_parallel(config)
     output = settings_of(context).output
-    memory_plan = plan_of(config, shape_of_student(config), memory)
+    gpu, shape = MACHINES[machine], shape_of_student(config)
+    gpu_memory = memory or float(gpu.size)
+    memory_plan = plan_of(config, shape, gpu_memory)
+    time = step_time(config, shape, memory_plan.load, gpu)
+    split = best_split(config, shape, gpu, memory_plan.longest)
     if config.stores and memory_plan.longest is None:
         output.say(
             f"the store {config.stores['data.path']} cannot be read: its sequences count as long as"
@@ -60,12 +84,14 @@ def plan(
         )
     if output.as_json:
         gpu_shares = {"train": config.processes, "rollouts": config.engine_gpus}
-        output.result({**memory_report.plan_record(memory_plan), "gpus": gpu_shares}, "")
+        record = {**memory_report.plan_record(memory_plan), "gpus": gpu_shares}
+        output.result({**record, "step": memory_report.step_record(time, split)}, "")
     else:
         print(memory_report.format_summary(memory_plan) + memory_report.format_engines(config))
         columns = (memory_report.PART_COLUMN, *memory_plan.parts)
         output.table("parts", memory_report.part_rows(memory_plan), columns)
-        print("\n".join(memory_report.conclusion_lines(memory_plan, memory)))
+        print("\n".join(memory_report.conclusion_lines(memory_plan, gpu_memory)))
+        print("\n".join(memory_report.step_lines(machine, time, split)))
     return ExitCode.OK if memory_plan.fits else ExitCode.JOB_FAILED
 
 
