@@ -1,0 +1,29 @@
+"""The kernels of the loss compile for three GPUs without spilling registers. Needs no GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+MAX_REGISTERS = 224  # of 255 per thread
+MAX_SHARED = 2048
+
+
+def test_no_kernel_spills_registers(tmp_path_factory: pytest.TempPathFactory) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    command = [sys.executable, "-m", "tests.student_trainer.losses.fused.compiled_kernels"]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    forms = [json.loads(line) for line in process.stdout.splitlines()]
+    assert len(forms) == 12
+    for form in forms:
+        assert (form["stack"], form["local"]) == (0, 0), form
+        assert 0 < form["registers"] <= MAX_REGISTERS, form
+        assert form["shared"] <= MAX_SHARED, form
