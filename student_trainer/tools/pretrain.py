@@ -30,6 +30,12 @@ from clients.data.records import DataSet
 from protos.errors import DistillError, InvalidInput
 
 END = "<|end|>"
+# An answer begins where the prompt ends. Without this entry, `transformers serve` searches the
+# prompt of every Qwen3 model for Qwen's own markup, and repeats a prompt that has none.
+_ANSWER = {
+    "start_anchor_pattern": r"\Z",
+    "fields": {"content": {"close": END, "content": "text"}},
+}
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,9 @@ def make_tokenizer(kind: str, texts: Any, vocab_size: int) -> PreTrainedTokenize
             show_progress=False,
         )
         backend.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, pad_token=END)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=END, pad_token=END, response_template=_ANSWER
+    )
 
 
 def make_model(

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from student_trainer.tools.pretrain import main
 
@@ -23,6 +24,9 @@ def test_every_format_of_records_is_read(
     main(["--data", str(data), *sizes, "--out", str(tmp_path / "model")])
     assert json.loads(capsys.readouterr().out)["vocabulary"] == 13
     assert (tmp_path / "model" / "model.safetensors").is_file()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    answer = tokenizer.parse_response("2<|end|>", prefix="user: 1+1=<|end|>assistant: ")
+    assert answer == {"content": "2"}, "as transformers serve parses it"
 
 
 @pytest.mark.parametrize(
