@@ -136,8 +136,20 @@ def check_files(config: AnyJob, hint: str = RELATIVE_PATH_HINT) -> None:
         except OSError as error:  # the name is too long, or a directory is not readable
             problem = f"cannot access {name}: {error.strerror}"
             raise InvalidInput(problem, field=key, hint=hint) from error
-        if is_local and not exists:
+        if exists:
+            continue
+        if is_local:
             raise InvalidInput(f"no such file: {name}", field=key, hint=hint)
+        if key.startswith("data.") and (other := _other_suffix(Path(name))):
+            raise InvalidInput(f"no such file: {name}", field=key, hint=f"did you mean {other}?")
+
+
+def _other_suffix(path: Path) -> Path | None:
+    """Return a file of records whose name differs in the suffix only, such as a.json for a.jsn."""
+    if not path.suffix or not path.parent.is_dir():
+        return None
+    siblings = (path.with_suffix(suffix) for suffix in FILE_SUFFIXES)
+    return next((sibling for sibling in siblings if sibling.is_file()), None)
 
 
 def _check_url(key: str, url: str) -> None:

@@ -55,7 +55,7 @@ def preview(
     from clients.cli.plots.preview_page import preview_page
     from clients.config.file import load_job
     from clients.data.preview import parse_preview
-    from clients.preflight.files import check_files
+    from clients.preflight.files import check_files, check_template
     from clients.preflight.models import check_models
 
     output = settings_of(context).output
@@ -71,6 +71,8 @@ def preview(
     require_extra("train", "a preview", field="JOB.toml")
     check_files(config)
     check_models(config)
+    if config.answering_student is not None:  # at once, not after the program has loaded torch
+        check_template(config, config.answering_student.model)
     reply = run_program(
         [config.preview_program, "--records", str(records)], config.model_dump_json(), output
     )

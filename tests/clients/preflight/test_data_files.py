@@ -244,6 +244,11 @@ REFUSED = {
         PROMPTS,
         changes={"student": {"model": "my model"}},
     ),
+    "other suffix": Case(
+        "data.path: no such file: d.jsn; did you mean d.jsonl",
+        PROMPTS,
+        changes={"data": {"path": "d.jsn"}},
+    ),
     "mixed file": Case(
         "data.mix.0.path: no such file: e.jsonl",
         PROMPTS,
