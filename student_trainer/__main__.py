@@ -65,7 +65,10 @@ def main() -> int:
 
 
 def _detect_lost_process(attempt: Callable[[], Verdict]) -> Verdict:
-    """Return `attempt()`. Raises AttemptDied if `attempt` fails because another process died."""
+    """Return the result of `attempt()`.
+
+    Raises AttemptDied if `attempt` fails because another process died.
+    """
     try:
         return attempt()
     except RuntimeError as error:

@@ -80,10 +80,10 @@ ReadInputs = Callable[[Item], tuple[ModelInput, ...]]
 
 
 def preview_with_teachers(config: AnyTraining, shown: int = SHOWN) -> Preview:
-    """Return the preview of a job before it starts, with what its teachers tell that answer now.
+    """Return the preview of a job before it starts.
 
-    Raises a DistillError as `preview_of`, and if the job selects a chat template that the teachers
-    do not have.
+    Limits and chat templates come from the teachers that answer now. Raises a DistillError as
+    `preview_of`, and if the job selects a chat template that the teachers do not have.
     """
     infos = ask_infos(config)
     limits = fit_limits(config, contexts_of(infos), remote=True)
@@ -106,11 +106,12 @@ def preview_of(
     warnings: Sequence[str] | None = None,
     limits: Limits = NO_LIMITS,
 ) -> Preview:
-    """Return the preview of a job. `limits`: what the job does not set, already applied.
+    """Return the preview of a job. `limits`: values that the job does not set, already applied.
 
     `tokenizer`: the student's, with the teacher's chat template if the job selects it. None: the
     student's own tokenizer, with a warning if the job selects the teacher's template. `warnings`:
-    those of `choose_chat_template`. None: those of a teacher whose model is in a directory.
+    the result of `choose_chat_template`. None: compare the student's template with that of a
+    teacher whose model is in a directory.
 
     Raises a DistillError if its data, its chat template or its tokenizer cannot be used.
     """

@@ -225,7 +225,7 @@ def _check_message(message: Message, location: str, *, parts: bool) -> None:
         )
     if message.get("weight", 1) not in (0, 1) or message.get("train", True) not in (True, False):
         raise InvalidInput(
-            f"{location} has a weight other than 0 and 1, or a train that is not a boolean",
+            f"{location} has a weight other than 0 and 1, or a `train` that is not a boolean",
             field=_FIELD,
             hint="weight = 0 or train = false excludes a message from training; use"
             " data.weight_column for weights of records",

@@ -63,7 +63,7 @@ class Download:
         return self._path, self._size
 
     def restart(self) -> None:
-        """Delete all that has arrived."""
+        """Delete all received files."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -61,7 +61,7 @@ def event_of(event: pb.JobEvent) -> JobEvent:
 
 
 def _state_of(number: pb.JobState.ValueType) -> JobState:
-    """Return a state, UNKNOWN for one of a newer server."""
+    """Return the state; UNKNOWN for a state that only a newer server has."""
     is_known = number and number in pb.JobState.values()
     return JobState(pb.JobState.Name(number)) if is_known else UNKNOWN
 
@@ -85,10 +85,11 @@ def teacher_of(teacher: pb.StartedTeacher) -> StartedTeacher:
 
 
 def send_known_keys(send: Callable[[Collection[str]], _Answer]) -> _Answer:
-    """Return the result of `send`, a call with jobs, also from a server of an older version.
+    """Send jobs to a server, which may be of an older version; return the result of `send`.
 
-    The argument of `send` are the keys that the server refuses because its version does not have
-    them. `send` leaves out those that have their defaults, see `config_json`.
+    `send`: a call whose argument is a set of keys, at first empty. If the server refuses unknown
+    keys, `send` is called again with these keys, and omits those with default values from the jobs
+    (see `config_json`).
     """
     omitted_keys: set[str] = set()
     while True:

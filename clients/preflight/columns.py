@@ -113,7 +113,7 @@ def _choose_reading(data: PromptKeys, data_file: DataFile, *, remote: bool) -> R
 
 
 def _suits_form(data: PromptKeys, reading: Reading) -> bool:
-    """Return whether a capture that sets data.form has such records."""
+    """Return whether the records have the form that a capture sets in data.form, if it does."""
     if not isinstance(data, CaptureData) or "form" not in data.model_fields_set:
         return True
     return reading.is_conversation == (data.form == "messages")
@@ -136,7 +136,7 @@ def _read_start(
 
 
 def _check_keys(job: Table, values: Mapping[str, str]) -> None:
-    """Raise InvalidInput if a key of the job has no effect, or is wrong, with these values."""
+    """Raise InvalidInput if a key of the job has no effect, or is wrong, with these columns."""
     for key, value in values.items():
         job = replaced(job, key, value)
     try:

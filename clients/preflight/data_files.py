@@ -40,7 +40,7 @@ def check_data(config: JobConfig, *, only_existing: bool = False) -> None:
 
     A file is refused if its format is not supported, if it has no records, or if a column is in
     none of its first records. Columns that the job does not set are recognised. Never blocks on a
-    pipe. `only_existing`: a missing file is one of the server.
+    pipe. `only_existing`: ignore missing files, which the server may have.
     """
     columns, _ = fit_columns(config, config.data_files)
     for data_file in Limits(columns).apply(config).data_files:

@@ -61,7 +61,7 @@ class Limits:
         )
 
     def apply(self, config: _Job) -> _Job:
-        """Return the job with these values. What the job sets stays."""
+        """Return the job with these values. Keys that the job sets do not change."""
         for key, value in self.values.items():
             if not is_set(config, key):
                 config = replaced(config, key, value)
@@ -85,8 +85,8 @@ def fit_limits(
     """Return the columns and limits that a job does not set and that must differ from the defaults.
 
     `teachers`: tokens that its teachers read, by label, as far as known. `remote`: read models and
-    data of the hub too. What cannot be read changes nothing: other checks report it. Raises
-    InvalidInput as `fit_columns` does.
+    data of the hub too. Models and data that cannot be read are ignored: other checks report them.
+    Raises InvalidInput as `fit_columns` does.
     """
     values: dict[str, int | str] = {}
     reasons: dict[str, str] = {}
@@ -186,7 +186,8 @@ def check_lengths(config: JobConfig, reader: str, context: int | None) -> None:
 def check_room(longest: int, answer: int, reader: str, context: int | None, remedy: str) -> None:
     """Raise InvalidInput if an answer of `answer` tokens does not fit behind `longest` tokens.
 
-    `reader`, `context`: see `check_lengths`. `remedy`: what shortens the prompt, up to the number.
+    `reader`, `context`: see `check_lengths`. `remedy`: a hint to shorten the prompt;
+    this function appends the maximum number of tokens.
     """
     if context is None or longest + answer <= context:
         return
@@ -240,7 +241,7 @@ def _fit_lengths(config: JobConfig, context: int) -> dict[str, int]:
 
 
 def _fit_counts(config: TrainingJob, records: int) -> dict[str, int]:
-    """Return values for numbers of records that are not set: a tenth of all, and one a process."""
+    """Return values for numbers of records that are not set: a tenth, at least one per process."""
     share = max(records // _SHARE, config.processes)
     updates: int = getattr(getattr(config, "method", None), "updates_per_step", 1)
     data = getattr(config, "data", None)

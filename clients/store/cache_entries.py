@@ -87,8 +87,8 @@ def _wait_for_lock(directory: Path) -> IO[str]:
         elif now - beat_at > _SUSPENDED_SECONDS:
             raise TimeoutError(
                 errno.ETIMEDOUT,
-                f"the process that reads or checks them has been suspended for {now - beat_at:.0f}"
-                f" s (it holds {path})",
+                "the process that reads or checks the records has been suspended for"
+                f" {now - beat_at:.0f} s (it holds {path})",
             )
         if now - reported_at > _SECONDS_BETWEEN_REPORTS:
             reported_at = now
@@ -124,7 +124,7 @@ def delete_entry(directory: Path) -> bool:
 
 
 def delete_unused(root: Path) -> None:
-    """Delete what no process has used for UNUSED_DAYS days from the directory of all records."""
+    """Delete the cached records of data sets that no process has used for UNUSED_DAYS days."""
     oldest = time.time() - UNUSED_DAYS * 86400
     for path in root.iterdir():
         with suppress(OSError):

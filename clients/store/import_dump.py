@@ -183,7 +183,8 @@ def _sequence_of(record: Any) -> _DumpedSequence:
     if len(listed) != len(token_ids):
         raise ValueError(f"{len(token_ids)} token ids and {len(listed)} prompt_logprobs")
     if type(start) is not int or not 1 <= start < len(token_ids):
-        raise ValueError(f"start is {start}, and there are {len(token_ids)} tokens")
+        count = len(token_ids)
+        raise ValueError(f"start is {start}, not an integer from 1 to {count - 1} ({count} tokens)")
     return _DumpedSequence(parse_ids(token_ids), start, listed)
 
 

@@ -107,7 +107,7 @@ class CachedRecords:
                 (self.directory / _FACTS).unlink(missing_ok=True)
             raise Corrupt(
                 f"the cached records in {self.directory} are damaged",
-                hint="start the job again: it makes them again",
+                hint="start the job again, which creates the records again",
             )
         return self._data_set.place(file, row), json.loads(text, object_hook=self._hook)
 
@@ -127,9 +127,10 @@ class CachedRecords:
 
 
 def open_records(data_set: DataSet, columns: Sequence[str]) -> CachedRecords:
-    """Return the records of a data set with these columns, from the cache, which is made first.
+    """Return the records of a data set with these columns from the cache.
 
-    Raises InvalidInput as `DataSet.rows` does, or if the data change while they are read.
+    If the cache does not have the records, adds them first. Raises InvalidInput as `DataSet.rows`
+    does, or if the data change while they are read.
     """
     try:
         root = records_directory()
@@ -295,8 +296,8 @@ def _checksum(file: int, row: int, text: bytes) -> int:
 def _content_key(data_set: DataSet, columns: Sequence[str], root: Path) -> str:
     """Return the key of a data set. The hash of files is remembered as long as they do not change.
 
-    A changed file has another time of its last change (ctime), even if its size and mtime are set
-    to those of before.
+    A changed file has another time of its last change (ctime), even if its size and mtime are
+    restored.
     """
     facts = [_VERSION, _fingerprint(data_set, root), *sorted(columns)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
@@ -357,8 +358,8 @@ def write_check(records: CachedRecords, key: str, result: Mapping[str, int]) -> 
 class States:
     """Whether each record of a data set gives an item: used, left out, or not known yet.
 
-    The states are bytes in memory, one a record, and in a file that later attempts read. Any other
-    byte than the two codes means that the state is not known, so damage only costs time.
+    The states are bytes in memory, one per record, and in a file that later attempts read. Any
+    other byte than the two codes means that the state is not known, so damage only costs time.
     """
 
     USED, LEFT_OUT = 0xA5, 0x5A

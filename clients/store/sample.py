@@ -18,7 +18,7 @@ def sample_of(
 ) -> dict[str, Any]:
     """Return the first `rows` rows of a sequence, each with its `head` most likely head ids.
 
-    `tokenizer` is a directory with a tokenizer.json; With None, the directory named in the store's
+    `tokenizer` is a directory with a tokenizer.json. With None, the directory named in the store's
     metadata is used; if that directory does not exist, all texts are None.
 
     Raises NotFound if there is no such store or sequence, Corrupt if it is damaged, InvalidInput if

@@ -369,7 +369,7 @@ class TeacherClient:
 
 
 def _has_scored(earlier: Mapping[str, TeacherLoad], loads: Mapping[str, TeacherLoad]) -> bool:
-    """Return whether a teacher has scored tokens between two looks at the loads."""
+    """Return whether a teacher has scored tokens between two readings of the loads."""
     return any(
         load.scored_tokens != earlier.get(address, load).scored_tokens
         for address, load in loads.items()

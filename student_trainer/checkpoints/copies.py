@@ -307,7 +307,7 @@ class RunCopies:
             self._folder.send(name, file)
 
     def _upload_directory(self, place: str, after: str = "") -> None:
-        """Upload a directory of the run; its manifest follows last, after the file `after`.
+        """Upload a directory of the run: its files, then the file `after`, then the manifest.
 
         Every file is opened before the first upload: the trainer may delete the directory.
         """
@@ -324,7 +324,7 @@ class RunCopies:
             self._folder.send(f"{place}/{MANIFEST}", manifest)
 
     def _delete_manifest(self, place: str) -> None:
-        """Delete the manifest first: without it a directory counts as incomplete."""
+        """Delete the manifest of a copied directory, which then counts as incomplete."""
         if self._folder.facts(f"{place}/{MANIFEST}"):
             self._folder.delete(f"{place}/{MANIFEST}")
 
@@ -384,7 +384,7 @@ def _url_of(config: AnyTraining) -> str | None:
 def _require_same_job(folder: ObjectFolder, config: AnyTraining, limits: Limits) -> bool:
     """Return whether `folder` has copies; raise InvalidInput if a job with other values made them.
 
-    `limits`: already applied to `config`, or not yet.
+    `limits`: applied to both jobs before the comparison. `config` may contain them already.
     """
     if (job_text := folder.read("job.json")) is None:
         return False

@@ -105,7 +105,7 @@ def check_same_tokenizer(path: Path, source_files: Mapping[str, bytes]) -> None:
         file = path / name
         if file.is_file() and file.read_bytes() != source_files[name]:
             raise WrongState(
-                f"{name} is not the one that this run started with",
+                f"{name} differs from the file that this run started with",
                 field="student.model",
                 hint="restore the original file, or submit a new job",
             )

@@ -61,7 +61,7 @@ class NextTokenLayers:
                 yield name, tensors.get_tensor(name)
 
     def correct_count(self) -> str:
-        """Set the count in config.json to 0 if there are no such layers; return a note, or ""."""
+        """Set the layer count in config.json to 0 if there are no layers; return a note, or ""."""
         if not self._counts or self._exist:
             return ""
         for part in self._text_configs:

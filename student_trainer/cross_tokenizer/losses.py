@@ -9,8 +9,8 @@ kappa(x) = q(t(x)) / Q(x), where Q(x) is the probability of the bytes in any of 
 The entropy H(A|X) rewards different encodings of the same bytes: the minimum is p(a) ~ q(t(d(a))).
 With a constant c in the cost of each non-canonical encoding, the odds of such encodings are e^-c at
 the minimum. With weight 0 for them, the gradient would be that of the generalised KL, the sum over
-canonical a of p log(p/q) - p + q. Its minimum is p = q. But it is at most 1 nat if no answer is
-canonical, so a student with a larger KL would learn non-canonical encodings.
+canonical a of p log(p/q) - p + q. Its minimum is p = q. But this KL is at most 1 nat if no answer
+is canonical, so a student with a larger KL would learn non-canonical encodings.
 
 The advantage of a token is the part of the cost that the token can change:
 

@@ -46,9 +46,9 @@ class Prompt:
     """A prompt that the student completes.
 
     ids [T] int32: its token ids. answer: the reference answer, "" if there is none. teacher: the
-    name of its teacher, "" if the job has one. text: the prompt before the template, for rewards.
-    fields: the columns of its record, for rewards. weight: of its sequences in the loss. images:
-    the images whose tokens are in `ids`; None without images.
+    name of its teacher, "" if the job has only one teacher. text: the prompt before the template,
+    for rewards. fields: the columns of its record, for rewards. weight: of its sequences in the
+    loss. images: the images whose tokens are in `ids`; None without images.
     """
 
     ids: NDArray[np.int32]
@@ -108,7 +108,7 @@ ALL_IDS = ModelIds()
 
 
 def encoding_facts(prompt_format: PromptFormat, tokenizer: Any) -> tuple[object, ...]:
-    """Return what decides the tokens of a record, as JSON values."""
+    """Return the settings that determine the tokens of a record, as JSON values."""
     today = date_warning(prompt_format, template_text(tokenizer.chat_template)) and time.strftime(
         "%Y-%m-%d"
     )
@@ -184,9 +184,10 @@ class _PromptEncoder:
 
 
 def no_items_error(field: str, item: str, too_long: OmissionCounter, key: str) -> InvalidInput:
-    """Return the error for data of which every record is left out, `too_long` ones by `key`.
+    """Return the error for data without a usable record.
 
-    `item`: what the records are, in one word.
+    `item`: the kind of item in one word, such as "prompt". `too_long`: the records that exceed the
+    limit of the job's `key`.
     """
     if not too_long.count:
         return InvalidInput(
@@ -230,7 +231,7 @@ class PromptSet(Generic[Item]):
     """
 
     def __init__(self, table: RecordTable[Item], rows: NDArray[np.int64], seed: int) -> None:
-        """`rows`: those of `table` that the set has."""
+        """`rows`: the row numbers of `table` that belong to the set."""
         self._table = table
         self._rows = rows
         self._seed = seed
@@ -239,7 +240,7 @@ class PromptSet(Generic[Item]):
         self._stream = self._iterate_from(0)
 
     def has_items(self) -> bool:
-        """Return whether a record has an item; only then use the set."""
+        """Return whether any record has an item. Without an item, do not use the set."""
         order = permutation(len(self._rows), self._seed, 0)
         return any(self._table.is_used(int(self._rows[index])) for index in order)
 
@@ -288,7 +289,7 @@ class PromptSet(Generic[Item]):
     def _skip_known(self, order: NDArray[np.int64], first: int) -> tuple[int, int]:
         """Return how many rows of an epoch to skip, and how many of them have an item.
 
-        They have at most `first` items, and it is known which have one.
+        The skipped rows have at most `first` items. Only rows with a known state are skipped.
         """
         is_used, is_known = self._table.states_of(order)
         known_count = len(order) if is_known.all() else int(is_known.argmin())
@@ -367,9 +368,9 @@ def load_prompts(
 
 
 def data_sets(reader: RecordReader) -> list[tuple[RecordReader, DataSet]]:
-    """Return the data sets of a job, each with its reader: held-out prompts have no weights.
+    """Return the data sets data.path, those of data.mix, and data.eval_path, each with its reader.
 
-    They are data.path, those of data.mix, and data.eval_path.
+    The reader of data.eval_path ignores the column of weights.
     """
     data = reader.data
     sets = [(reader, DataSet(data.path, data.name, data.split))]

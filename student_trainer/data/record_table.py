@@ -33,7 +33,8 @@ _IRRELEVANT = {"path", "name", "split", "mix", "eval_path", "max_left_out"}
 class OmissionCounter:
     """Counts the records skipped for one reason, and logs the count at 1, 2, 4, 8, ...
 
-    shortest: tokens of the shortest one; 0: it has none, or none is counted.
+    shortest: number of tokens of the shortest counted record; 0 if it is unknown, or none is
+    counted.
     """
 
     def __init__(self, description: str) -> None:
@@ -79,7 +80,7 @@ class Encoder(Protocol[Encoded]):
 def encode_or_omit(
     encoder: Encoder[Item], record: PromptRecord, field: str
 ) -> tuple[Item | None, str]:
-    """Return the item of a record and "", or None and why it is left out; raises as `encode`."""
+    """Return the item of a record and "", or None and the reason; raises as `encode`."""
     counts = [omission.count for omission in encoder.omissions]
     item = encoder.encode(record, field)
     reasons = [
@@ -168,7 +169,7 @@ class RecordTable(Generic[Item]):
         return is_used, is_used | (states == States.LEFT_OUT)
 
     def encode(self, row: int) -> tuple[Item | None, str]:
-        """Return the item of a record and "", or None and why it is left out."""
+        """Return the item of a record and "", or None and the reason why it is left out."""
         if row not in self._items:
             where, record = self._records[row]
             self._encode_record(row, self._reader.build_record(record, where, self._folder))
@@ -190,7 +191,7 @@ class RecordTable(Generic[Item]):
         return self._encoder.no_items_error(self.field)
 
     def _settings_key(self) -> str:
-        """Return a digest of what decides the checks; "" if images, in other files, are checked."""
+        """Return a digest of the settings of the checks; "" if the checks also read image files."""
         reader = self._reader
         if reader.data.image_column is not None:
             return ""

@@ -42,7 +42,7 @@ class LearningFlops:
         self._attention = 12 * config.num_hidden_layers * heads * width
 
     def count_sequence(self, tokens: int, learned: int) -> float:
-        """Return the operations for a sequence of `tokens` tokens, of which `learned` are rows."""
+        """Return the operations for a sequence of `tokens` tokens with `learned` learned tokens."""
         return float(tokens * (self._body + self._attention * tokens) + learned * self._head)
 
 

@@ -180,7 +180,7 @@ class Learner:
             remedy = "lower the learning rate and resume from the checkpoint before this step"
         if self.skipped_updates > self.config.train.max_skipped_updates:
             raise Corrupt(
-                f"step {step}: {problem}, for the update number {self.skipped_updates} in a row",
+                f"step {step}: {problem}; {self.skipped_updates} consecutive updates were skipped",
                 field=field,
                 hint=remedy,
             )

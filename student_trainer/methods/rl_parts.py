@@ -136,7 +136,11 @@ def anchor_teacher(
     accelerator: Accelerator,
     student: Replicated | Sharded,
 ) -> AnchorTeacher:
-    """Return the anchor as a source: own top-k for forward KL without a teacher, else given ids."""
+    """Return the anchor as a source of rows.
+
+    The head ids are the anchor's top-k for forward KL without a teacher, otherwise those of the
+    rollouts.
+    """
     method = config.method
     own_head = method.direction == "forward" and config.teacher is None
     return AnchorTeacher(

@@ -205,7 +205,7 @@ def load_adapters(path: Path, model: nn.Module) -> None:
         raise InvalidInput(
             "the checkpoint has other adapters than the job",
             field="student.lora",
-            hint="restore the table of the run's start, or submit a new job",
+            hint="restore the table that the run started with, or submit a new job",
         )
     with torch.no_grad():
         for key, parameter in parameters.items():

@@ -19,7 +19,7 @@ _PROBE_TOKENS = 8
 
 
 class LineStates(Protocol):
-    """A student; see `Student` (`student.py`)."""
+    """The part of the class `Student` (`student.py`) that a probe calls."""
 
     model: Any
 

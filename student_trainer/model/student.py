@@ -244,7 +244,7 @@ def compile_layers(student: Student) -> None:
     ]
     if not layers:
         raise _build_error(
-            "the model has no layers that transformers marks as such", "leave it out"
+            "transformers does not define which modules are its layers", "remove the key"
         )
     try:
         torch.compile(torch.neg)(torch.ones(2, device=student.model.device))

@@ -37,9 +37,10 @@ from student_trainer.model.loading import load_config
 
 
 def _norm_of_heads() -> ParallelStyle:
-    """Return the style of a norm of each head: states [B, T, heads, width], divided by heads.
+    """Return the parallel style of a norm that is applied to each attention head.
 
-    All heads share one weight, so its gradient is summed over the group.
+    Its states [B, T, heads, width] are divided by heads. All heads share one weight, so its
+    gradient is summed over the group.
     """
     return SequenceParallel(sequence_dim=2, use_local_output=True)
 

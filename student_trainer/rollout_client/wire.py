@@ -323,8 +323,9 @@ class SampledReader:
         tokens = len(part.token_ids) // 4
         if part.first != received_tokens or not 0 < tokens <= self._limits[index] - received_tokens:
             raise Corrupt(
-                f"the rollout service sent {tokens} tokens from {part.first} of sequence {index},"
-                f" of which {received_tokens} of at most {self._limits[index]} had arrived"
+                f"the rollout service sent {tokens} tokens of sequence {index} from position"
+                f" {part.first}, after {received_tokens} received tokens; the maximum is"
+                f" {self._limits[index]} tokens"
             )
         sizes = {
             "token_ids": 4,

@@ -14,7 +14,8 @@ MAX_WAITING_ORDERS = 256
 class ScheduleEntry:
     """An order in the schedule.
 
-    sampling: the task that samples the order; cancelled if the weights are lost. error: the reason.
+    sampling: the task that samples the order; cancelled if the weights are lost. error: the error
+    that ended the order, or None.
     """
 
     def __init__(self, weights: WeightsVersion) -> None:

@@ -266,7 +266,7 @@ class _OrderBytes:
         """Add `size` bytes. Raises Overloaded if the orders take too much memory."""
         if self._service._held_bytes + size > MAX_HELD_BYTES:
             raise Overloaded(
-                f"the orders of this rollout service take {MAX_HELD_BYTES >> 20} MiB",
+                f"the orders of this rollout service exceed {MAX_HELD_BYTES >> 20} MiB of memory",
                 hint="retry in a second, or divide the order",
             )
         self._bytes += size

@@ -15,7 +15,7 @@ _SHORT, _LONG, _STEPS, _TOP_K = 4, 9, 3, 8
 
 @dataclass(frozen=True)
 class SamplingProbe:
-    """The comparison of sampling with `model.generate` with a forward pass of the whole sequence.
+    """The result of a comparison: sampling by `model.generate`, and one forward pass.
 
     fault: why the model cannot sample, or samples from another policy; None: no fault.
     equal_lengths: whether a longer sequence in the batch changes the policy, or padding fails.
@@ -27,7 +27,7 @@ class SamplingProbe:
 
 @torch.no_grad()
 def probe_sampling(model: Any, tokenizer: Any, *, bf16: bool = False) -> SamplingProbe:
-    """Compare sampling alone, in pairs, and in a padded batch with a plain forward pass.
+    """Compare sampling (one sequence, pairs, a padded batch) with a plain forward pass.
 
     `model`: a transformers causal LM, in evaluation mode. It runs ten times on at most 11 tokens.
     """

@@ -36,16 +36,16 @@ Additional metric of jobs whose rollouts an engine samples:
 
 rollout/lag          steps by which the weights that sampled a token are behind, mean over tokens
 
-Of a running teacher with another tokenizer, there is no topk/..., loss, kl/teacher and eval/kl are
-the mean of log p - log q over the student's tokens, and there are:
+A job with a running teacher that has another tokenizer has no metrics topk/... Its loss, kl/teacher
+and eval/kl are the mean of log p - log q over the student's tokens. Additional metrics of this job:
 
 pair/one_to_one      share of the student's tokens that are one token of the teacher
 pair/other_spelling  share of answers that the student's tokenizer would spell with other tokens
 pair/left_out        share of answers that cannot be aligned, or that are too long to be read
 
-Of a store with another tokenizer, there is no topk/...; kl/teacher and eval/kl are the mean of
-log q - log p over the student's tokens, the forward KL if the teacher has written the answers; and
-there are pair/one_to_one and pair/left_out.
+A job with a store that has another tokenizer has no metrics topk/... Its kl/teacher and eval/kl are
+the mean of log q - log p over the student's tokens: the forward KL if the teacher has written the
+answers. It also has pair/one_to_one and pair/left_out.
 
 Additional metrics of stored sequences, which have no ratio/... and no length/truncated:
 

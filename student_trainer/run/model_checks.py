@@ -143,7 +143,7 @@ def check_stored_width(store: TrainingStore, tokens: Sequence[str], width: int) 
     if common_ids_count < stored_width:
         # The mass of later ids is not stored, so the rows cannot be normalised without them.
         raise WrongState(
-            f"the rows of the {store.label} are about {stored_width} ids, but the student has"
+            f"the rows of the {store.label} cover {stored_width} ids, but the student has"
             f" logits for {width} only",
             field="student.model",
             hint=f"capture again with student.model set to a model with {width} logits",

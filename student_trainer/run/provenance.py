@@ -21,7 +21,7 @@ _PACKAGES = ("distill-service", "torch", "transformers", "accelerate", "peft", "
 
 
 def write_environment(run: RunDirectory, *, attempt: int, processes: int) -> None:
-    """Write environment.json and code.diff of this attempt, over those of earlier attempts.
+    """Write environment.json and code.diff of this attempt; replace those of earlier attempts.
 
     code.diff exists only if the checkout has uncommitted changes. Raises WrongState if a newer
     attempt has taken over the run.

@@ -111,9 +111,9 @@ def run_self_test(
 class _Passes:
     """Log-probs [T, K] of the short sequence at the same head ids, in several passes.
 
-    alone: by itself, also in other batches that may not change them (`others`). evaluated: beside
-    the longer sequence, in two equal passes, and in training mode (`trained`), in two more; these
-    [N, K] have the rows of the longer sequence too.
+    alone: the sequence by itself. others: in other batches, which must not change the log-probs.
+    evaluated: in a batch with the longer sequence, in two passes in evaluation mode. trained: the
+    same in training mode. `evaluated` and `trained` are [N, K], with the rows of both sequences.
     """
 
     alone: Tensor
@@ -155,7 +155,7 @@ def _check_mode(passes: _Passes) -> None:
         difference = float((passes.trained[0] - first).abs().max())
         raise _refuse(
             f"training mode differs from evaluation mode by {difference:.2g} nats",
-            "switch the noise off in config.json",
+            "set dropout and other noise to 0 in config.json",
         )
 
 

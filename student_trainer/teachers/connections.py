@@ -42,9 +42,9 @@ def teacher_facts(teachers: Mapping[str, Connection]) -> Mapping[str, str]:
 def describe_changed_teachers(
     teachers: Mapping[str, Connection], checkpoint_facts: Mapping[str, str], step: int
 ) -> Sequence[str]:
-    """Return a sentence for each teacher that is not the one of the steps up to `step`.
+    """Return a sentence for each teacher whose identity has changed since the checkpoint of `step`.
 
-    The address of a job may serve another model after a restart, or to another user.
+    After a restart of the teacher service, an address may serve another model.
     """
     return [
         f"the {teacher.label} {teacher.info.model} has another fingerprint than the teacher of the"

@@ -1,4 +1,4 @@
-"""Write the unquantised .safetensors weights of a model that no job reads as it is.
+"""Convert a model that jobs cannot read to a directory with unquantised .safetensors weights.
 
     python -m student_trainer.tools.convert MODEL OUTPUT
 
@@ -54,7 +54,9 @@ def convert(model: Path, output: Path) -> None:
     if output.exists():
         raise InvalidInput(f"{output} exists", field="OUTPUT", hint="give a new directory")
     if not model.exists():
-        raise InvalidInput(f"there is no {model}", field=_FIELD, hint="give a directory or a file")
+        raise InvalidInput(
+            f"{model} does not exist", field=_FIELD, hint="give a directory or a file"
+        )
     is_gguf = model.is_file()
     options: dict[str, Any] = {"trust_remote_code": False, "dtype": "auto"}
     if is_gguf:

@@ -159,7 +159,7 @@ def train(model: Qwen3ForCausalLM, texts: list[Text], options: argparse.Namespac
 
 
 def _read_columns(options: argparse.Namespace) -> list[list[str]]:
-    """Return the values of the columns of each record, each but the last with the separator.
+    """Return the column values of each record. The separator follows each value except the last.
 
     Raises InvalidInput if the data cannot be read, or if a value is missing or not a text.
     """

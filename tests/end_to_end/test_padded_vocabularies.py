@@ -269,7 +269,7 @@ def test_a_store_about_more_ids_than_the_student_has(width_pairs: Pairs, tmp_pat
 
     store = capture_rows(width_pairs, WIDE, WIDE, tmp_path)
     config = tiny.offline_job(make_material(width_pairs, NARROW), store)
-    with pytest.raises(WrongState, match=r"are about 336 ids, but .* for 320 only; capture again"):
+    with pytest.raises(WrongState, match=r"cover 336 ids, but .* for 320 only; capture again"):
         check_stored_vocabulary(
             open_stores(config).training,
             vocabulary(tiny.tokenizer(CHARACTERS)),

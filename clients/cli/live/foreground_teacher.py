@@ -1,4 +1,4 @@
-"""The teachers of a `distill run`: started and stopped with it, or waited for at an address."""
+"""Starts and stops the teacher of a `distill run`, or waits for teachers at their addresses."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def foreground_teacher(
 
 
 def wait_for_teachers(config: AnyJob, output: Output) -> None:
-    """Wait until the teacher services of the job answer, and say what they do meanwhile.
+    """Wait until the teacher services of the job answer, and print their state in the meantime.
 
-    A teacher that loads its model is waited for as long as it takes. Raises Unavailable if one does
-    not answer for `teacher.patience_seconds`.
+    The wait has no limit while a teacher loads its model. Raises Unavailable if a teacher does not
+    answer for `teacher.patience_seconds`.
     """
     if config.teacher_link is None:
         return
@@ -92,7 +92,10 @@ def wait_for_teachers(config: AnyJob, output: Output) -> None:
 
 
 def _find_absence(client: TeacherClient) -> Unavailable | None:
-    """Return why a teacher must be waited for; None if it answers. The trainer reports the rest."""
+    """Return the error of a teacher that does not answer yet, otherwise None.
+
+    The trainer reports all other errors.
+    """
     try:
         client.info()
     except Unavailable as error:

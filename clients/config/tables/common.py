@@ -97,10 +97,10 @@ class Table(BaseModel):
 
 
 class FittedTable(Table):
-    """A table with limits or columns that fit the models and the data unless they are set.
+    """A table with limits or columns that are computed if the job does not set them.
 
-    `clients/preflight/limits.py` computes them. JSON has them only if they are set, so that its
-    reader knows which are.
+    `clients/preflight/limits.py` computes them from the models and the data. The table as JSON
+    contains only those that are set, so that a program that reads the JSON can compute the others.
     """
 
     fitted: ClassVar[frozenset[str]] = frozenset()

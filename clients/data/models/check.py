@@ -60,7 +60,7 @@ def check_model(path: Path, field: str, reader: Reader, *, here: bool = True) ->
 
     `here`: the program runs in this Python environment, so the packages that it needs are checked.
 
-    Returns sentences about what works in another way than users may expect; usually none. Raises
+    Returns warnings about behaviour that users may not expect; usually none. Raises
     InvalidInput if the program cannot use the directory. The hint is the command or the change that
     makes the directory usable, if there is one.
     """

@@ -79,7 +79,7 @@ class WorkerOrders:
         return token_ids
 
     def take(self, name: str, index_lengths: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return the records of an order: for each (index, length), of the first tokens."""
+        """Return the records of the first `length` tokens of each (sequence index, length)."""
         self._store_arrived(wait=True)
         records = self._orders[name].records
         return [records[index, :length].tobytes() for index, length in index_lengths]

@@ -109,7 +109,7 @@ class RolloutWorker(_Worker):  # type: ignore[misc]
         return self._orders.started_indices(name)
 
     def drop_order(self, name: str) -> None:
-        """Forget an order."""
+        """Delete an order; see `WorkerOrders.drop`."""
         self._orders.drop(name)
 
 
@@ -142,9 +142,10 @@ class OrderSampler(Sampler):  # type: ignore[misc]
 
     @staticmethod
     def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
-        """Return the log-probs of the prompt's tokens, which probes request, without ranks.
+        """Return the log-probs of the prompt's tokens, which probes request.
 
-        vLLM's own method compiles a kernel for the ranks, which takes 10 s on a CPU.
+        The rank of each token in the vocabulary is 0, not computed: vLLM's own method compiles a
+        kernel for the ranks, which takes 10 s on a CPU.
         """
         assert num_logprobs == 0
         ids = token_ids[:, None]

@@ -160,7 +160,7 @@ def test_tokens_of_a_store(material: tiny.Material, store: Path, tmp_path: Path)
     change_manifest(vocab_size="5")(store_copy)
     wide_store = open_stores(tiny.offline_job(material, store_copy)).training
     with pytest.raises(
-        WrongState, match=r"are about 5 ids, but the student has logits for 4 only; capture again"
+        WrongState, match=r"cover 5 ids, but the student has logits for 4 only; capture again"
     ):
         check_stored_vocabulary(wide_store, WORDS, 4, None)
     other_words = ["a", "x", "c"]
