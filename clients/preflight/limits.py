@@ -241,7 +241,7 @@ def _fit_lengths(config: JobConfig, context: int) -> dict[str, int]:
 
 
 def _fit_counts(config: TrainingJob, records: int) -> dict[str, int]:
-    """Return values for numbers of records that are not set: a tenth, at least one per process."""
+    """Return counts of records for keys that are not set: a tenth, at least one per process."""
     share = max(records // _SHARE, config.processes)
     updates: int = getattr(getattr(config, "method", None), "updates_per_step", 1)
     data = getattr(config, "data", None)

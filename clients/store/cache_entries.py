@@ -106,7 +106,7 @@ def _is_at(file: IO[str], path: Path) -> bool:
 def delete_entry(directory: Path) -> bool:
     """Delete a directory of the cache, and return True; False if its lock is held.
 
-    Processes that have its file open keep the file.
+    Processes that have a file of the directory open can still read the file.
     """
     try:
         with (directory / LOCK).open("a") as lock:

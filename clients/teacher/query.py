@@ -81,7 +81,7 @@ class ScoreQuery:
             )
         if self.draw_ids is not None and self.tail_samples:
             raise InvalidInput(
-                "a query has either draw_ids or tail_samples",
+                "a query cannot have both draw_ids and tail_samples",
                 field="draw_ids",
                 hint="remove one of the two",
             )

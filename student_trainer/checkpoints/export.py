@@ -119,8 +119,9 @@ def write_weights(
     """Collective. Write the weights of a model directory, with LoRA adapters merged into them.
 
     A process whose `path` is None writes nothing. `weights` are the weights of the model, or
-    replacements, by name. `unread` are additional tensors to write. Returns the names of weights
-    with a number beyond the range of `dtype`, float16. Raises OSError after all collectives.
+    replacements, by name. `unread` are additional tensors to write. If `dtype` is float16,
+    returns the names of weights with a number beyond its range. Raises OSError after all
+    collectives.
     """
     published = PublishedWeights(model, weights, dtype)
     sizes = published.sizes | (unread.sizes() if unread is not None else {})

@@ -287,7 +287,7 @@ class _Service:
 
 
 def _gpu_variable(config: AnyTraining, rollouts: RolloutsConfig, number: int) -> dict[str, str]:
-    """Return the variable with the GPUs of engine `number`; {} without GPUs.
+    """Return the environment variable that selects the GPUs of engine `number`; {} without GPUs.
 
     These are the GPUs after the trainer's own GPUs, or the GPU that the engine shares with trainer
     process `number`. Raises InvalidInput if this machine, or the job's share of this machine, has

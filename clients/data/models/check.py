@@ -118,8 +118,8 @@ def check_weights(path: Path, field: str) -> None:
 def check_configuration(path: Path, field: str) -> None:
     """Raise InvalidInput unless a directory has the configuration of a model.
 
-    All files of weights may be missing, but not some of them. An adapter and Python code are
-    refused.
+    A directory without weight files is accepted, one that lacks some of its weight files is
+    refused. An adapter and Python code are refused.
     """
     refuse_adapter(path, field)
     if not (path / "config.json").is_file():

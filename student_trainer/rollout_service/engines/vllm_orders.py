@@ -218,7 +218,7 @@ class _RecordsInTransit:
         return self._event is None or bool(self._event.query())
 
     def store(self) -> None:
-        """Write the records into the records of the order; waits until they have arrived."""
+        """Wait until the records are on the CPU, then store them in their order."""
         if self._event is not None:
             self._event.synchronize()
         for name, column in self._columns.items():

@@ -183,7 +183,7 @@ def test_bad_draws_are_refused(draws: np.ndarray, says: str) -> None:
     request.draw_ids = draws.tobytes()
     with pytest.raises(InvalidInput, match=says):
         parse_request(request, LIMITS)
-    with pytest.raises(InvalidInput, match="either draw_ids or tail_samples"):
+    with pytest.raises(InvalidInput, match="both draw_ids and tail_samples"):
         replace(a_query(), tail_samples=1)
 
 
