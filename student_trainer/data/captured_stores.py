@@ -6,14 +6,17 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from clients.config.offline import OfflineJob
 from clients.store.captured_store import CapturedStore, captured_store_of
 from clients.store.dataset import LogitDataset
 from protos.errors import DistillError, InvalidInput, WrongState
+
+if TYPE_CHECKING:
+    from student_trainer.data.order import Indices  # which imports torch
 
 log = logging.getLogger(__name__)
 
@@ -55,13 +58,13 @@ def open_stores(config: OfflineJob) -> Stores:
 
 def remove_copies(
     training: TrainingStore,
-    training_indices: NDArray[np.int64],
+    training_indices: Indices,
     held_out: TrainingStore,
-    held_out_indices: NDArray[np.int64],
-) -> NDArray[np.int64]:
+    held_out_indices: Indices,
+) -> Indices:
     """Return `training_indices` without sequences that also occur in the held-out data.
 
-    `training_indices`, `held_out_indices`: int64 indices of sequences in `training` and in
+    `training_indices`, `held_out_indices`: indices of sequences in `training` and in
     `held_out`. A sequence is a copy if its token ids and images are equal. Copies are common in
     data sets. Raises InvalidInput if no sequence is left.
     """

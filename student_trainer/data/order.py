@@ -8,10 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+# Indices of records or stored sequences.
+Indices: TypeAlias = NDArray[np.signedinteger[Any]]
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,9 @@ class EpochOrder:
         return int(permutation(self.size, self.seed, epoch)[position])
 
 
-@lru_cache(maxsize=4)
-def permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return a permutation of range(size) int64, the same on every machine.
+@lru_cache(maxsize=2)
+def permutation(size: int, seed: int, epoch: int) -> Indices:
+    """Return a permutation of range(size), the same on every machine: int32 if that suffices.
 
     Training uses the epochs from 0 on. Negative epochs are other permutations of the same seed, for
     selections that must not follow the training order: the held-out data are the first indices of
@@ -41,8 +45,8 @@ def permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
     cached: do not modify it.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch + 1)
-    order: NDArray[np.int64] = torch.randperm(size, generator=generator).numpy()
-    return order
+    order = torch.randperm(size, generator=generator).numpy()
+    return order.astype(np.int32 if size < 2**31 else np.int64)
 
 
 def count_per_set(shares: Sequence[Fraction], total: int) -> list[int]:

@@ -30,7 +30,7 @@ from clients.data.template_parts import TemplateParts
 from clients.data.tokens.tokenizer import tokenizer_facts
 from protos.errors import InvalidInput
 from student_trainer.data.images import SequenceImages, with_images
-from student_trainer.data.order import assign_sets, count_per_set, permutation
+from student_trainer.data.order import Indices, assign_sets, count_per_set, permutation
 from student_trainer.data.record_table import Encoder, OmissionCounter, RecordTable
 from student_trainer.data.records import PromptRecord, RecordReader
 
@@ -230,7 +230,7 @@ class PromptSet(Generic[Item]):
     records that were tokenized before are skipped, so any step takes the same time.
     """
 
-    def __init__(self, table: RecordTable[Item], rows: NDArray[np.int64], seed: int) -> None:
+    def __init__(self, table: RecordTable[Item], rows: Indices, seed: int) -> None:
         """`rows`: the row numbers of `table` that belong to the set."""
         self._table = table
         self._rows = rows
@@ -286,7 +286,7 @@ class PromptSet(Generic[Item]):
                 else:
                     yield int(row)
 
-    def _skip_known(self, order: NDArray[np.int64], first: int) -> tuple[int, int]:
+    def _skip_known(self, order: Indices, first: int) -> tuple[int, int]:
         """Return how many rows of an epoch to skip, and how many of them have an item.
 
         The skipped rows have at most `first` items. Only rows with a known state are skipped.
@@ -421,7 +421,11 @@ def load_items(
     }
     field = "data.eval_path" if data.eval_path else "data.path"
     candidates = tables[field]
-    rows_of = {name: np.arange(len(table)) for name, table in tables.items() if name != field}
+    rows_of: dict[str, Indices] = {
+        name: np.arange(len(table), dtype=np.int32)
+        for name, table in tables.items()
+        if name != field
+    }
     order = permutation(len(candidates), seed, -1)
     held_out_items: list[Item] = []
     encoded_count = 0

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from clients.data.records import DataSet
 from clients.store.record_cache import States, open_records, read_check, write_check
 from protos.errors import InvalidInput
+from student_trainer.data.order import Indices
 from student_trainer.data.records import PromptRecord, RecordReader
 
 log = logging.getLogger(__name__)
@@ -162,7 +163,7 @@ class RecordTable(Generic[Item]):
             return bool(self._states.values[row] == States.USED)
         return self.item(row) is not None
 
-    def states_of(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    def states_of(self, rows: Indices) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Return whether each of `rows` is used, and whether this is known."""
         states = self._states.values[rows]
         is_used = states == States.USED

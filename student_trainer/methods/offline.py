@@ -36,8 +36,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from numpy import int64
-from numpy.typing import NDArray
 
 from clients.config.offline import OfflineJob
 from clients.config.tables.common import StudentConfig
@@ -57,7 +55,7 @@ from student_trainer.data.captured_stores import (
     open_stores,
     remove_copies,
 )
-from student_trainer.data.order import permutation
+from student_trainer.data.order import Indices, permutation
 from student_trainer.data.prompts import ALL_IDS, ModelIds, Prompt, load_prompts
 from student_trainer.loop.learner import Method
 from student_trainer.losses import Tail
@@ -141,7 +139,7 @@ def build(
     config: OfflineJob,
     inputs: Inputs,
     stores: Stores,
-    chosen: tuple[NDArray[int64], NDArray[int64]],
+    chosen: tuple[Indices, Indices],
     task_prompts: list[Prompt],
     other_store: CrossTokenizerStore | SpecialTokenStore | None,
     images: ImageReader | None,
@@ -271,7 +269,7 @@ def load_task_prompts(
     return task_prompts
 
 
-def split(config: OfflineJob, stores: Stores) -> tuple[NDArray[int64], NDArray[int64]]:
+def split(config: OfflineJob, stores: Stores) -> tuple[Indices, Indices]:
     """Return the indices of the training and the held-out sequences, determined by the seed."""
     count = config.eval.prompts
     training_indices = permutation(len(stores.training.data), config.seed, -1)

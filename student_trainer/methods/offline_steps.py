@@ -13,13 +13,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import Accelerator
-from numpy.typing import NDArray
 
 from clients.data.images import ImageReader, read_stored_images
 from clients.store.dataset import LogitDataset
 from protos.errors import Corrupt, InvalidInput
 from student_trainer.data.images import with_images
-from student_trainer.data.order import EpochOrder
+from student_trainer.data.order import EpochOrder, Indices
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.sequence import TokenSequence
 from student_trainer.loop.step import Step
@@ -66,7 +65,7 @@ class StoredSteps:
     def __init__(
         self,
         data: LogitDataset,
-        chosen: NDArray[np.int64],
+        chosen: Indices,
         accelerator: Accelerator,
         *,
         seed: int,
@@ -77,7 +76,7 @@ class StoredSteps:
     ) -> None:
         """Set up the order of the sequences without reading them.
 
-        `chosen`: int64 indices of the training sequences in `data`. `per_step`: sequences of a step
+        `chosen`: indices of the training sequences in `data`. `per_step`: sequences of a step
         over all processes. `last_step`: the last step to prefetch. `read`: reads a sequence.
         `mixture`: None if all sequences of a step are stored sequences.
         """

@@ -135,6 +135,7 @@ from clients.data.records import DataSet
 from clients.store.record_cache import open_records
 records = open_records(DataSet(sys.argv[1]), [])
 print(len(records), sum(len(record["prompt"]) for _, record in records))
+assert "pandas" not in sys.modules, "40 MiB of a process"
 """
 
 
