@@ -30,6 +30,7 @@ from clients.preflight.limits import fit_limits, resumed_limits
 from clients.preflight.models import check_models, list_models
 from clients.preflight.packages import check_packages, check_trackers
 from clients.preflight.parallel import check_context_parallel, check_tensor_parallel
+from clients.preflight.records import estimate_records
 from clients.preflight.rollouts import check_gpus
 from clients.store.captured_store import captured_stores
 from protos.errors import InvalidInput
@@ -93,6 +94,9 @@ def check_here(
     check_files(config, hint)
     config = (resumed_limits(config, run) or fit_limits(config)).apply(config)
     check_data(config)
+    records = estimate_records(config) if here else None
+    if records is not None and not records.has_room:
+        log.warning("%s", records)
     for note in check_models(config, here=here):
         log.info(note)
     if config.answering_student is not None:

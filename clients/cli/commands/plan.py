@@ -58,6 +58,7 @@ def plan(
     from clients.preflight.files import check_processes
     from clients.preflight.limits import fit_limits
     from clients.preflight.parallel import check_context_parallel, check_tensor_parallel
+    from clients.preflight.records import estimate_records
 
     plan_overrides = [*(sets or []), *([f"train.processes={gpus}"] if gpus else [])]
     config = load_job(job, plan_overrides).config
@@ -82,9 +83,11 @@ def plan(
             f"the store {config.stores['data.path']} cannot be read: its sequences count as long as"
             " a micro-batch"
         )
+    records = estimate_records(config)
     if output.as_json:
         gpu_shares = {"train": config.processes, "rollouts": config.engine_gpus}
         record = {**memory_report.plan_record(memory_plan), "gpus": gpu_shares}
+        record["data"] = None if records is None else records.facts
         output.result({**record, "step": memory_report.step_record(time, split)}, "")
     else:
         print(memory_report.format_summary(memory_plan) + memory_report.format_engines(config))
@@ -92,6 +95,8 @@ def plan(
         output.table("parts", memory_report.part_rows(memory_plan), columns)
         print("\n".join(memory_report.conclusion_lines(memory_plan, gpu_memory)))
         print("\n".join(memory_report.step_lines(machine, time, split)))
+        if records is not None:
+            print(f"Data: {records}.")
     return ExitCode.OK if memory_plan.fits else ExitCode.JOB_FAILED
 
 

@@ -331,6 +331,7 @@ class TestCommand:
         stages = [sum(bytes_by_part.values()) for bytes_by_part in plan["bytes"].values()]
         assert max(stages) == plan["peak"] > plan["usable"]
         assert any(change.startswith("student.lora") for change in plan["changes"])
+        assert plan["data"] is None
 
     def test_wrong_requests_are_one_sentence(
         self, file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,98 @@
+"""Estimates the disk and the memory that the records of a job take on the machine that runs it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from clients.config.capture import CaptureJob
+from clients.config.tables.job import JobConfig
+from clients.data.formats import files_of, read_start
+from clients.data.object_urls import is_object_url
+from clients.data.records import DataSet
+from clients.store.record_cache import BYTES_PER_RECORD, is_hashed, records_directory
+from protos.errors import DistillError
+
+# Bytes of texts for each byte of a file, as is usual.
+_EXPANSIONS = {".gz": 4.0, ".zst": 4.0, ".parquet": 3.0}
+# Of a process, for each record: its state, its row, and its place in the order of two epochs.
+_MEMORY_PER_RECORD = 1 + 4 * 4
+
+
+@dataclass(frozen=True)
+class RecordsEstimate:
+    """What the records of a job take, as far as they are local files.
+
+    records: their number. copy_bytes: size of the copies that no earlier job has made. free_bytes:
+    free space of the disk of `directory`, where the copies are. memory_bytes: of each process, with
+    the copies.
+    """
+
+    records: int
+    copy_bytes: int
+    free_bytes: int
+    directory: Path
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of each process. Without room for the copies, it holds the records too."""
+        return self.records * _MEMORY_PER_RECORD + (0 if self.has_room else self.copy_bytes)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the disk has room for the copies."""
+        return self.copy_bytes <= self.free_bytes
+
+    @property
+    def facts(self) -> dict[str, int]:
+        """The number of records, and sizes in bytes, for `--json`."""
+        sizes = {"memory": self.memory_bytes, "copy": self.copy_bytes, "free": self.free_bytes}
+        return {"records": self.records, **sizes}
+
+    def __str__(self) -> str:
+        """Return one line for people."""
+        memory = f"{self.memory_bytes / 2**20:,.0f} MiB of memory a process"
+        records = f"about {self.records:,} records: {memory}"
+        if not self.copy_bytes:
+            return f"{records}; their copy in {self.directory} exists"
+        copy = f"{self.copy_bytes / 1e9:.2g} GB in {self.directory}"
+        free = f"{self.free_bytes / 1e9:.3g} GB free"
+        if self.has_room:
+            return f"{records}; a copy of {copy} ({free}), made once"
+        return (
+            f"{records}, because their copy of {copy} does not fit ({free}): free space, or set"
+            " XDG_CACHE_HOME to another disk"
+        )
+
+
+def estimate_records(config: JobConfig) -> RecordsEstimate | None:
+    """Return the estimate for a job; None if it reads no local file of records, or copies none."""
+    if isinstance(config, CaptureJob):
+        return None
+    records = copy_bytes = 0
+    try:
+        for path in {data_file.path for data_file in config.data_files}:
+            if is_object_url(path):
+                continue
+            for name in files_of(path, "data.path"):
+                count, size = _estimate_file(name)
+                records += count
+                copy_bytes += 0 if is_hashed(DataSet(path)) else size + count * BYTES_PER_RECORD
+        directory = records_directory()
+        existing = next(parent for parent in (directory, *directory.parents) if parent.is_dir())
+        free_bytes = shutil.disk_usage(existing).free
+    except (DistillError, OSError):  # other checks report it
+        return None
+    return RecordsEstimate(records, copy_bytes, free_bytes, directory) if records else None
+
+
+def _estimate_file(name: str) -> tuple[int, int]:
+    """Return about how many records a file has, and about how many bytes of JSON."""
+    path = Path(name)
+    size = path.stat().st_size * _EXPANSIONS.get(path.suffix, 1.0)
+    _, first = read_start(name, "data.path")
+    texts = [json.dumps(record, ensure_ascii=False, default=str) for record in first]
+    mean = sum(len(text.encode()) for text in texts) / max(len(texts), 1)
+    return (max(round(size / mean), len(first)) if mean else 0), round(size)
