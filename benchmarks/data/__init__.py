@@ -1,0 +1,1 @@
+"""The cost of reading data, against the number of records."""
