@@ -150,7 +150,9 @@ def cache_directory() -> Path:
 
 
 def _no_store(place: Path | str) -> NotFound:
+    exists = is_object_url(place) or Path(place).exists()
+    reason = "manifest.json is missing" if exists else "no such directory"
     return NotFound(
-        f"{place} is not a store: manifest.json is missing",
+        f"{place} is not a store: {reason}",
         hint="give the store that distill capture wrote",
     )

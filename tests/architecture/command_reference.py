@@ -40,7 +40,7 @@ def _format_command_sections(name: str, command: Any, context: Any) -> Iterator[
     records = [parameter.get_help_record(context) for parameter in parameters]
     rows = "".join(_format_row(*record) for record in records if record)
     table = f"\n{HEAD}{rows}" if rows else ""
-    if table or " " not in name:
+    if table or " " not in name or not subcommand_names:
         yield f"### {name}\n\n{' '.join(command.help.split())}\n{table}"
     for subcommand_name in subcommand_names:
         subcommand = command.get_command(context, subcommand_name)
@@ -51,6 +51,17 @@ def _format_command_sections(name: str, command: Any, context: Any) -> Iterator[
 def _format_row(names: str, text: str) -> str:
     match = re.fullmatch(r"(?P<text>.*?)(?:\s*\[(?P<extra>[^\[\]]*)\])?", text, re.DOTALL)
     assert match is not None
-    extra = (match["extra"] or "").removeprefix("default: ")
-    cells = (f"`{names}`", f"`{extra}`" if extra else "", " ".join(match["text"].split()))
+    extras = (match["extra"] or "").split("; ")
+    defaults = [extra for extra in extras if "x>=" not in extra and "<=x" not in extra]
+    limits = [_format_limit(extra) for extra in extras if extra not in defaults]
+    default = "; ".join(defaults).removeprefix("default: ")
+    meaning = " ".join([*match["text"].split(), *limits])
+    cells = (f"`{names}`", f"`{default}`" if default else "", meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def _format_limit(limit: str) -> str:
+    """Return a range of click, such as `x>=1` or `1<=x<=100`, as a sentence."""
+    if limit.startswith("x>="):
+        return f"At least {limit.removeprefix('x>=')}."
+    return "From {} to {}.".format(*limit.split("<=x<="))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -22,23 +23,13 @@ from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
 from tests.architecture.command_reference import format_sections
 
-OFFLINE = """\
-Offline training (`method.type = "offline"`) has the tables `student`, `train`, `eval`,
-`checkpoint`, `export` and `track` as above. Its tables `data`, `method` and `teacher` are:"""
-RL = """\
-Reinforcement learning (`method.type = "rl"`) has the tables `student`, `data`, `teacher` (without
-`top_k`), `train`, `eval`, `checkpoint`, `export` and `track` as above. Its further keys are:"""
-SFT = """\
-Supervised fine-tuning (`method.type = "sft"`) has the tables `student`, `data` (without
-`teacher_column`), `train`, `eval`, `checkpoint`, `export` and `track` as above. Its further keys
-are:"""
-CAPTURE = """\
-A capture (`method.type = "capture"`) has only the tables `student`, `teacher`, `data` and
-`method`. Its further keys are:"""
-
-EVAL = """\
-An evaluation (`method.type = "eval"`) has only the tables `student`, `data`, `reward` (as in
-RL), `method` and `resources`. Its further keys are:"""
+OTHER_KINDS = {
+    "Offline training": OfflineJob,
+    "Reinforcement learning": RLJob,
+    "Supervised fine-tuning": SFTJob,
+    "A capture": CaptureJob,
+    "An evaluation": EvalJob,
+}
 
 DOCS = Path(__file__).parents[2] / "docs"
 BEGIN, END = "<!-- reference: begin -->\n", "<!-- reference: end -->"
@@ -62,10 +53,41 @@ def format_tables() -> str:
     head = ["| key | default | meaning |", "|---|---|---|"]
     training = [*format_rows(OnPolicyJob)]
     lines = [*head, *training]
-    other_kinds = ((RL, RLJob), (SFT, SFTJob), (CAPTURE, CaptureJob), (EVAL, EvalJob))
-    for intro, kind in ((OFFLINE, OfflineJob), *other_kinds):
-        lines += ["", intro, "", *head, *(row for row in format_rows(kind) if row not in training)]
+    for name, kind in OTHER_KINDS.items():
+        rows = [row for row in format_rows(kind) if row not in training]
+        method = get_args(kind.model_fields["method"].annotation.model_fields["type"].annotation)
+        intro = f'{name} (`method.type = "{method[0]}"`) {_shared_keys(training, kind)}.'
+        lines += ["", f"{intro} Its further or different keys are:", "", *head, *rows]
     return "".join(line.replace("||", "\\|\\|") + "\n" for line in lines)
+
+
+def _shared_keys(training: list[str], kind: type[BaseModel]) -> str:
+    """Say which keys of `training`, the rows of `on_policy`, a job of `kind` accepts and lacks."""
+    accepted_keys = {_key_of(row) for row in format_rows(kind)}
+    keys = [key for row in training if not (key := _key_of(row)).startswith("method.")]
+    tables: dict[str, list[str]] = {}
+    for key in keys:
+        tables.setdefault(key.split(".")[0], []).append(key)
+    accepted, lacked = [], []
+    for table, table_keys in tables.items():
+        shared_keys = [key for key in table_keys if key in accepted_keys]
+        missing_keys = [key for key in table_keys if key not in accepted_keys]
+        if not shared_keys:
+            lacked.append(table)
+        elif len(missing_keys) > len(shared_keys):
+            accepted += shared_keys
+        else:
+            accepted.append(table)
+            lacked += missing_keys
+    return f"accepts {_list_keys(accepted)} of the table above, without {_list_keys(lacked)}"
+
+
+def _list_keys(keys: list[str]) -> str:
+    return ", ".join(f"`{key}`" for key in keys)
+
+
+def _key_of(row: str) -> str:
+    return row.split("`")[1]
 
 
 def insert_reference(text: str, reference: str) -> str:

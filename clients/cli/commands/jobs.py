@@ -23,7 +23,7 @@ from clients.cli.chosen_jobs import (
     parse_labels,
 )
 from clients.cli.output import Output
-from clients.cli.settings import JobArgument, JobsArgument, SetOption, settings_of
+from clients.cli.settings import JobArgument, JobsArgument, settings_of
 from clients.jobs.job import TERMINAL, Job, JobState
 from clients.jobs.view import duration, kl_of
 from protos.errors import (
@@ -142,7 +142,11 @@ def cancel(
     labels: LabelOption = None,
     now: Annotated[bool, typer.Option("--now", help="Do not write a last checkpoint.")] = False,
 ) -> None:
-    """Write a checkpoint and stop jobs. It is safe to repeat."""
+    """Stop jobs after a checkpoint. It is safe to repeat.
+
+    The trainer finishes its step and writes the checkpoint. If the trainer still runs after 60 s,
+    the server kills it, and the newest earlier checkpoint remains.
+    """
     settings = settings_of(context)
     choice = Choice(jobs, every, state, older_than, own_only, labels)
     with settings.client() as client:
@@ -166,7 +170,12 @@ def resume(
     older_than: OlderThanOption = None,
     own_only: MineOption = False,
     labels: LabelOption = None,
-    sets: SetOption = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="max_steps=N", help="Train to step N. No other key can change."
+        ),
+    ] = None,
     from_step: Annotated[
         int | None,
         typer.Option(
@@ -177,7 +186,7 @@ def resume(
         ),
     ] = None,
 ) -> None:
-    """Resume jobs from a checkpoint, as new attempts. --set max_steps=N extends a job."""
+    """Resume jobs from a checkpoint, as new attempts."""
     settings = settings_of(context)
     choice = Choice(jobs, every, state, older_than, own_only, labels)
     max_steps = max_steps_of(sets or [])

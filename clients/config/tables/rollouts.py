@@ -32,7 +32,7 @@ class RolloutsConfig(Table):
     gpu_memory_share: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of the GPU memory for vllm. Default: 0.9 of separate GPUs, 0.4 of the trainer's."""
     patience_seconds: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds without a response of the engine before the job fails."""
+    """Seconds without a response of an engine. Then the attempt ends; a server queues the job."""
 
     @field_validator("in_flight")
     @classmethod

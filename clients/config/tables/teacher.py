@@ -35,7 +35,7 @@ class TeacherLink(Table):
     logprob_format: Literal["f16", "f32"] = "f16"
     """Precision of the log-probs that the teacher sends: float16 or float32."""
     patience_seconds: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds to wait for an unreachable teacher before the job fails."""
+    """Seconds without an answer of the teacher. Then the attempt ends; a server queues the job."""
     prefetch_mib: Count = 256
     """MiB of memory for rows that arrive before their step."""
 

@@ -82,7 +82,7 @@ REFUSALS = {
     ),
     "no store": Refusal(
         {},
-        ("data.path: ", "is not a store: manifest.json is missing"),
+        ("data.path: ", "is not a store: no such directory"),
         NotFound,
         spoil=shutil.rmtree,
     ),
