@@ -4,9 +4,10 @@
 
 One server, two teachers, a Redis and twelve jobs of three methods. Every few seconds one fault: a
 process is killed or asked to end, both teachers are away, the database's disk is full, the run
-directories do not answer, Redis is frozen. A supervisor starts server, teachers and Redis again,
-as systemd would; nobody helps a job. At the end every job must have SUCCEEDED, with each event
-once and with the weights of an undisturbed run.
+directories do not answer, Redis is frozen, a trainer is stopped for a while, or a second server
+with a database of its own is started on the run directories. A supervisor starts server, teachers
+and Redis again, as systemd would; nobody helps a job. At the end every job must have SUCCEEDED,
+with each event once and with the weights of an undisturbed run, and no second server has started.
 
 It needs root, for a small disk (tmpfs), and bindfs, for directories that stop answering; without
 bindfs this one fault is left out.
@@ -16,9 +17,11 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -45,7 +48,9 @@ if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
 STEPS = {"on_policy": 400, "rl": 60, "offline": 400}
-FULL_SECONDS = HUNG_SECONDS = FROZEN_SECONDS = 15.0
+FULL_SECONDS = HUNG_SECONDS = FROZEN_SECONDS = STOPPED_SECONDS = 15.0
+# The first server runs, or its supervisor has not restarted it yet.
+REFUSAL = re.compile(rb"another server uses|belongs to another job database")
 # After the last fault, every job must end within this time.
 END_SECONDS = 1200.0
 
@@ -59,6 +64,7 @@ class Chaos:
     away_seconds: float
     report: Callable[[str], None] = print
     counts: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
     _active_faults: dict[str, threading.Thread] = field(default_factory=dict)
 
     def inject(self) -> None:
@@ -66,6 +72,7 @@ class Chaos:
         faults = [
             *[self.kill_trainer, self.kill_service] * 3,
             *(self.teachers_away, self.disk_full, self.redis_frozen),
+            *(self.trainer_stopped, self.second_server),
         ]
         if self.installation.hung is not None:
             faults.append(self.directories_hung)
@@ -119,6 +126,28 @@ class Chaos:
     def redis_frozen(self) -> None:
         self._tell("Redis frozen")
         self._freeze(self.installation.redis.process, FROZEN_SECONDS)
+
+    def trainer_stopped(self) -> None:
+        """Stop one process of an attempt, which may be its shim, and continue it later."""
+        if victims := self.installation.trainers():
+            self._tell("trainer stopped")
+            victim = self.random.choice(victims)
+            with suppress(psutil.Error):
+                victim.suspend()
+                time.sleep(STOPPED_SECONDS)
+                victim.resume()
+
+    def second_server(self) -> None:
+        """Start a server with another database; the directories belong to the first database."""
+        self._tell("second server")
+        with tempfile.TemporaryDirectory() as directory:
+            command = [sys.executable, "-m", "distill_server", "--port", "0"]
+            command += ["--runs", str(self.installation.runs)]
+            command += ["--database", str(Path(directory) / "other.db")]
+            # A hung directory delays the refusal.
+            second = subprocess.run(command, capture_output=True, timeout=END_SECONDS)
+        if second.returncode == 0 or REFUSAL.search(second.stderr) is None:
+            self.problems.append(f"a second server was not refused: {second.stderr!r}")
 
     def directories_hung(self) -> None:
         self._tell("run directories hung")
@@ -233,7 +262,7 @@ def run(
         chaos.finish()
         submitter.join()
         say(f"the faults are over: {dict(chaos.counts)}")
-        problems = []
+        problems = chaos.problems
         for job_id, kind in jobs.items():
             problems += _differences(installation, client, job_id, undisturbed[kind])
         attempts = [

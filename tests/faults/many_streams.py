@@ -4,6 +4,7 @@
   the streams begin one after the other, not at one moment.
 `burst`: each stream asks 5 times and reads to the end; prints how the streams ended, as JSON.
 `deaf`: each stream sends requests and reads nothing, until stdin ends.
+`half`: each stream sends the first 32 MiB of a request and never its end, until stdin ends.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import grpc
 import grpc.aio
@@ -25,6 +27,7 @@ from tests.faults.sequences import VOCAB
 
 _IN_FLIGHT, _REQUESTS_PER_STREAM = 8, 5
 _PAUSE_SECONDS = 5.0
+_PART_BYTES, _HALF_PARTS = 1 << 20, 31
 # gRPC shares a connection between channels with the same options.
 _STREAMS_PER_CONNECTION = 100
 
@@ -75,6 +78,18 @@ async def deaf(streams: Streams, number: int) -> None:
     await asyncio.Event().wait()
 
 
+async def half(streams: Streams, number: int) -> None:
+    async def requests() -> AsyncIterator[teacher_pb2.ScoreRequest]:
+        yield teacher_pb2.ScoreRequest(request_id="1", token_ids=bytes(_PART_BYTES), more=True)
+        for _ in range(_HALF_PARTS):
+            yield teacher_pb2.ScoreRequest(request_id="1", head_ids=bytes(_PART_BYTES), more=True)
+        await asyncio.Event().wait()
+
+    with suppress(grpc.aio.AioRpcError):
+        async for _ in streams.stub(number).Score(requests()):
+            pass
+
+
 async def burst(streams: Streams, number: int) -> Counter[str]:
     async def requests() -> AsyncIterator[teacher_pb2.ScoreRequest]:
         for count in range(_REQUESTS_PER_STREAM):
@@ -92,9 +107,9 @@ async def burst(streams: Streams, number: int) -> Counter[str]:
 
 async def main(address: str, kind: str, count: int) -> None:
     streams = Streams(address, count)
-    if kind in ("slow", "deaf"):
-        run_stream = slow if kind == "slow" else deaf
-        tasks = [asyncio.create_task(run_stream(streams, number)) for number in range(count)]
+    endless = {"slow": slow, "deaf": deaf, "half": half}
+    if kind in endless:
+        tasks = [asyncio.create_task(endless[kind](streams, number)) for number in range(count)]
         print("the readers are at work", flush=True)
         await asyncio.to_thread(sys.stdin.read)
         for task in tasks:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import grpc
 import psutil
@@ -19,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from clients.teacher.client import TeacherClient
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.rpc.transport import CHANNEL_OPTIONS
+from teacher_service.serving.answer_budget import MAX_UNFINISHED_BYTES
 from tests.distill_server.conftest import eventually
 from tests.faults.sequences import WAIT, fake, sequences
 from tests.teacher_service.conftest import StartTeacher
@@ -158,6 +161,45 @@ def test_streams_that_read_nothing_share_one_budget(
     print("MiB by number of streams:", {count: round(mib) for count, mib in grown.items()})
     for count, mib in grown.items():
         assert mib <= 2 * budget + count, f"{count} streams"
+
+
+@pytest.mark.slow
+def test_half_requests_and_a_thousand_silent_readers(
+    start_teacher: StartTeacher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100 streams never end a request of 32 MiB, and 1,000 read no answer, at the same time.
+
+    The declared memory: the unfinished requests of all streams, the answers of all streams, and
+    for each stream one answer and half a MiB of unread requests.
+    """
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "65536")
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    teacher = start_teacher(*fake(), module="tests.faults.thrifty_teacher")
+    server = psutil.Process(teacher.process.pid)
+    p99(teacher)
+    resident = server.memory_info().rss
+    with client_process(teacher, "deaf", 1000) as readers:
+        assert readers.stdout
+        assert readers.stdout.readline()
+        eventually(lambda: open_streams(teacher) == 1000, 120)
+        with client_process(teacher, "half", 100) as halves:
+            assert halves.stdout
+            assert halves.stdout.readline()
+            settled_bytes(server)
+        peak = (peak_bytes(server) - resident) / MIB
+        with TeacherClient(teacher.address) as client:  # and others are served
+            client.submit(sequences(1, 100, top_k=4)[0]).result(WAIT)
+    declared = 32 + MAX_UNFINISHED_BYTES / MIB + 1100 * 0.75
+    print(f"peak {peak:.0f} MiB, declared {declared:.0f} MiB")
+    assert peak <= 1.1 * declared
+    eventually(lambda: open_streams(teacher) == 0, 30)
+
+
+def peak_bytes(server: psutil.Process) -> int:
+    """Return the largest resident size that a process has had."""
+    status = Path(f"/proc/{server.pid}/status").read_text()
+    (kib,) = re.findall(r"VmHWM:\s+(\d+) kB", status)
+    return int(kib) << 10
 
 
 def test_a_light_client_beside_a_deep_one(start_teacher: StartTeacher) -> None:
