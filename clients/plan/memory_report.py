@@ -102,6 +102,7 @@ def step_record(time: StepTime, split: tuple[Split, StepTime] | None) -> dict[st
         "seconds": time.seconds,
         "parts": dict(time.parts),
         "bottleneck": time.bottleneck,
+        "without_teacher": time.without_teacher,
         "best_split": best,
     }
 
@@ -113,6 +114,8 @@ def step_lines(machine: str, time: StepTime, split: tuple[Split, StepTime] | Non
         f"\nPredicted for {machine}, if every answer has the maximum length: {time.seconds:.3g} s"
         f" per step; the bottleneck is: {time.bottleneck} ({parts})."
     ]
+    if time.without_teacher:
+        lines.append("The teacher is not counted, because the size of its model is not known here.")
     if split is not None:
         shares, best_time = split
         counts = {"training": shares.trainer, "engines": shares.engines, "teacher": shares.teacher}

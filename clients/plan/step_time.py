@@ -37,11 +37,13 @@ class StepTime:
     """The seconds of the parts of a step, and of the whole step.
 
     parts: "rollouts", "teacher", "trainer", "push"; only those that the job has. overlaps: whether
-    rollouts run while the trainer learns (rollouts.lag > 0).
+    rollouts run while the trainer learns (rollouts.lag > 0). without_teacher: whether the job has a
+    teacher whose size is not known, so that its seconds are not in `parts`.
     """
 
     parts: Mapping[str, float]
     overlaps: bool
+    without_teacher: bool = False
 
     @property
     def seconds(self) -> float:
@@ -87,7 +89,12 @@ def step_time(job: AnyTraining, shape: ModelShape, load: Load, machine: GpuFigur
         parts["teacher"] = (
             forward_seconds(teacher, machine, step_tokens, load.line, rows, bf16=True) / gpus
         )
-    return StepTime(parts, overlaps=rollouts is not None and rollouts.lag > 0)
+    has_teacher = bool(job.teacher_addresses) or job.started_teacher is not None
+    return StepTime(
+        parts,
+        overlaps=rollouts is not None and rollouts.lag > 0,
+        without_teacher=has_teacher and "teacher" not in parts,
+    )
 
 
 def _teacher_shape(job: AnyTraining) -> ModelShape | None:

@@ -109,6 +109,10 @@ def test_the_command_prints_seconds_bottleneck_and_split(
     assert "Predicted for H100" in output
     assert "the bottleneck is: " in output
     assert "Best split of the GPUs: " in output
+    assert "The teacher is not counted" not in output
+    teacher = ["--set", "teacher.address=localhost:1", "--set", "method.teacher_beta=0.1"]
+    assert main([*arguments, *teacher]) == 0
+    assert "The teacher is not counted" in capsys.readouterr().out
     seconds = []
     for machine in MACHINES:
         main(["--json", *arguments, "--machine", machine])
