@@ -153,8 +153,8 @@ def preview_of(
 
 def _epoch_size(config: AnyTraining, surveyed: Sequence[SurveyedRecord]) -> int:
     """Return the number of records or stored sequences in a pass over the data of a job."""
-    if isinstance(config, OfflineJob):
-        return len(split(config, open_stores(config))[0])
+    if config.stores:
+        return surveyed[0].records
     assert config.data is not None, "the job was checked"
     own = [record for record in surveyed if record.data_set == "data.path"]
     left_out = sum(bool(record.left_out) for record in own)
@@ -291,14 +291,16 @@ def _survey_store(config: OfflineJob, tokenizer: Any) -> Iterator[SurveyedRecord
     images = load_image_reader(config.student, "data.path") if store.has_images else None
     read = choose_reader(config, other_store, images)
     count = SURVEY if images is None else SURVEY_WITH_IMAGES
+    trained_count = 0 if config.epochs is None else len(split(config, stores)[0])
     for index in range(min(count, len(store.data))):
         where = f"sequence {index} of {store.path}"
         try:
             sequence = read(store.data, index).sequence
         except DistillError as error:
-            yield SurveyedRecord(where, refused=str(error))
+            yield SurveyedRecord(where, refused=str(error), records=trained_count)
         else:
-            yield SurveyedRecord(where, (_sequence_input(sequence, tokenizer),))
+            inputs = (_sequence_input(sequence, tokenizer),)
+            yield SurveyedRecord(where, inputs, records=trained_count)
 
 
 def main() -> int:

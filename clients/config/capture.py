@@ -253,6 +253,11 @@ class CaptureJob(JobConfig):
         return None
 
     @property
+    def copies_records(self) -> bool:
+        """Always false: a capture reads its records once."""
+        return False
+
+    @property
     def teacher_addresses(self) -> Mapping[str, str | list[str]]:
         """The address of the teacher service. Empty if the capture loads the model."""
         loads_model = self.teacher.model is not None or self.method.ray is not None

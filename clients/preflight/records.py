@@ -7,7 +7,6 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from clients.config.capture import CaptureJob
 from clients.config.tables.job import JobConfig
 from clients.data.formats import files_of, read_start
 from clients.data.object_urls import is_object_url
@@ -69,7 +68,7 @@ class RecordsEstimate:
 
 def estimate_records(config: JobConfig) -> RecordsEstimate | None:
     """Return the estimate for a job; None if it reads no local file of records, or copies none."""
-    if isinstance(config, CaptureJob):
+    if not config.copies_records:
         return None
     records = copy_bytes = 0
     try:

@@ -213,6 +213,11 @@ class JobConfig(Table):
         return False
 
     @property
+    def copies_records(self) -> bool:
+        """Whether the job reads its records from the copy that the first job makes of them."""
+        return True
+
+    @property
     def reads_all_columns(self) -> bool:
         """Whether the job reads all columns of its records, not only those that its keys name."""
         return False
