@@ -118,8 +118,9 @@ class Uploads:
                 self._write_part(sha256, offset, chunk, expected_file.size)
 
     def collect(self, named_digests: Collection[str], *, cutoff: float) -> None:
-        """Remove uploads that no job names, and files last requested before the time `cutoff`.
+        """Remove unused uploads and files that were last requested or written before `cutoff`.
 
+        An upload is unused if no job names it, and a file if no upload links to it.
         `named_digests` are the digests of uploads that jobs name; `cutoff` is a Unix time.
         """
         if not self._files.is_dir():

@@ -169,7 +169,7 @@ def _check_student(config: AnyTraining) -> Any:
 
 
 def _prepare_method(config: AnyTraining, inputs: Inputs) -> Preparation:
-    """Read and check the job's data. Only this function selects the method of a job.
+    """Read and check the job's data. This function selects the method that trains.
 
     Weights are loaded later, so that invalid data fails fast. Raises a DistillError.
     """

@@ -25,6 +25,7 @@ from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
 from clients.config.tables.common import StudentConfig
+from clients.config.tables.data import DataConfig
 from clients.config.tables.job import TrainingJob
 from clients.data.control_tokens import count_spelled_names
 from clients.data.preview import (
@@ -155,7 +156,7 @@ def _epoch_size(config: AnyTraining, surveyed: Sequence[SurveyedRecord]) -> int:
     """Return the number of records or stored sequences in a pass over the data of a job."""
     if config.stores:
         return surveyed[0].records
-    assert config.data is not None, "the job was checked"
+    assert isinstance(config.data, DataConfig), "the job was checked"
     own = [record for record in surveyed if record.data_set == "data.path"]
     left_out = sum(bool(record.left_out) for record in own)
     used = estimate_used(own[0].records if own else 0, len(own), left_out)

@@ -40,9 +40,13 @@ reverse KL with `bucket+draws`:
 
 {splits}
 
-The next table has independent draws, whose closed form is `sd = (P_t / sqrt(M)) sd of [gap (e_z -
-p)]`. The values in brackets are for stratified draws, which the sampler makes from one random
-number per row. Stratified draws usually have a lower sd, but not always (k = 64, M = 64):
+The next table has the sd for reverse KL with `bucket+draws`: first for independent draws, then in
+brackets for stratified draws, which the sampler makes from one random number per row. At one
+position, the sd of independent draws is `(P_t / sqrt(M)) sd of [gap(z) (e_z - p)]`. Here z is an
+id drawn from the student's tail, and e_z its unit vector. The probabilities are p (student) and q
+(teacher), their sums over the tail P_t and Q_t, and gap(z) is log(p(z)/P_t) - log(q(z)/Q_t). The
+column "the sampled token" has the sd of `bucket+sampled`. Stratified draws usually have a lower
+sd, but not always (k = 64, M = 64):
 
 {independent}
 

@@ -27,8 +27,9 @@ _Job = TypeVar("_Job", bound=JobConfig)
 
 
 class AttemptDied(Exception):
-    """The attempt ends without a verdict because one of its processes was lost. The job may
-    continue.
+    """The attempt ends, but its status stays "running", because one of its processes was lost.
+
+    The job may continue in a new attempt.
     """
 
 

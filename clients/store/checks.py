@@ -16,7 +16,7 @@ from protos.rows.codec import verify_rows
 
 
 def count_sequences(place: Path | str) -> tuple[int, int]:
-    """Return the number of sequences in a store, and the number when its capture is complete.
+    """Return the current number of sequences in a store, and the number of a complete capture.
 
     Raises NotFound if there is no store, Corrupt if its manifest is damaged.
     """

@@ -49,8 +49,9 @@ class Teachers:
     async def list_records(self) -> Sequence[Mapping[str, Any]]:
         """Return one record per teacher: `address`, `jobs` (ids), and `info`, `load` and `at`.
 
-        A teacher that fails has `fault`, the error's record, in place of `info`, `load` and `at`.
-        At most 32 teachers are listed.
+        `at` is the Unix time in seconds at which the teacher answered. A teacher that fails has
+        `fault`, the error's record, in place of `info`, `load` and `at`. At most 32 teachers are
+        listed.
         """
         async with self._lock:
             if time.monotonic() - self._records_at >= _FRESH_SECONDS:

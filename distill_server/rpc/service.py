@@ -1,4 +1,7 @@
-"""The gRPC service of protos/distill.proto. Each method decodes, makes one call and encodes."""
+"""The gRPC service of protos/distill.proto.
+
+Its methods decode the request, call other parts of the server, and encode the result.
+"""
 
 from __future__ import annotations
 

@@ -156,8 +156,9 @@ class CrossTokenizerStore:
         for index in range(0 if self._text else len(data)):
             if self._prompts(data.prompt_ids(index)) is None:
                 raise InvalidInput(
-                    f"the prompt of sequence {index} of the {label} has a chat template, or is"
-                    f" not in data.prompts",
+                    f"the prompt of sequence {index} of the {label} cannot be converted to the"
+                    " student's tokens: it is in a chat template and data.prompts is not set, or"
+                    " data.prompts does not contain it",
                     field="data.prompts",
                     hint="set data.prompts and its columns to the captured data set",
                 )

@@ -61,14 +61,14 @@ def body_of(model: Any) -> Any:
 
 @torch.no_grad()
 def find_logit_map(model: Any, vocab_size: int | None = None) -> LogitMap | None:
-    """Return the map from products of the head and the last states to the model's logits.
+    """Return the map from products to logits, where products = head(last hidden states).
 
     `vocab_size` is the vocabulary size of the returned map. Returns None if the head is not one
-    linear layer, or if the model does anything except scaling and capping the products, or scaling
-    the states.
+    linear layer, or if the model does anything except scaling the states before the head, and
+    scaling and capping the head's output.
 
-    The probe replaces the output of the layer by known values. A comparison of real logits would
-    miss a cap that only affects large values.
+    The probe replaces the head's output by known values, the largest of which exceed any cap. Real
+    products may be too small to show a cap.
     """
     head = model.get_output_embeddings()
     # A subclass may do more than multiply by its weight: Dory's head has a factor for each id.

@@ -2,7 +2,8 @@
 trackio.
 
 Trackers are third-party code and often need a third-party server. Each tracker runs in its own
-thread, and training never waits for it. After an error, a tracker is logged and not used again.
+thread, and training never waits for it. If a tracker fails, a warning is logged and the tracker is
+not used again.
 """
 
 from __future__ import annotations

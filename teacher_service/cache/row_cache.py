@@ -82,8 +82,8 @@ class RowCache:
     def put(self, key: bytes, query: ScoreQuery, scored: EncodedRows) -> EncodedRows:
         """Store `scored` in every tier, and return the rows that are stored under `key`.
 
-        If another request has stored its rows before and memory still holds these rows, they are
-        returned, and `scored` is not stored.
+        If memory already holds rows under `key`, from another request, it returns those rows and
+        does not store `scored`.
         """
         earlier = self._memory.peek(key)
         if earlier is not None:

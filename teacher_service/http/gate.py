@@ -47,7 +47,8 @@ class TokenGate:
     def _admit(self, headers: Headers, path: str) -> None:
         if "origin" in headers:
             raise Forbidden(
-                "requests of web pages are refused", hint="send requests without the header Origin"
+                "requests from web pages are refused",
+                hint="send requests without the header Origin",
             )
         require_our_name(headers.get("host", ""), self._host, f"use http://{self._host}:PORT")
         if not self._tokens or path == HEALTH:

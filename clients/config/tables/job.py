@@ -373,7 +373,10 @@ class TrainingJob(JobConfig):
         return steps
 
     def describe_epochs(self, epoch_size: int) -> str:
-        """Return the length of a job with `epochs` in words."""
+        """Return a text such as "3 epochs of 7,473 records", for a job that sets `epochs`.
+
+        `epoch_size` is the number of records, or of stored sequences, in one epoch.
+        """
         kind = "stored sequences" if self.stores else "records"
         return f"{self.epochs:g} epochs of {epoch_size:,} {kind}"
 

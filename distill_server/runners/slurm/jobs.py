@@ -80,7 +80,7 @@ class SlurmJobs:
         self._listed_names: frozenset[str] = frozenset()
 
     def submit(self, name: str, entrypoint: str) -> None:
-        """Submit the batch script `entrypoint`; no effect if Slurm already lists the name.
+        """Submit the batch script at the path `entrypoint`, unless Slurm already lists the name.
 
         `name` is the job's name in the script.
         """
