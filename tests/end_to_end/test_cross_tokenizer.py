@@ -168,6 +168,7 @@ def answer_logprob(model: Any, tokenizer: Any, answer: list[int]) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("horizon", ["word", "answer"])
 def test_the_student_learns_what_the_teacher_likes(
     models_directory: Path, teacher: str, tmp_path: Path, horizon: str
