@@ -11,6 +11,7 @@ import logging
 import re
 from pathlib import Path
 
+from clients.config.evaluation import ExamConfig
 from clients.config.file import named_files, named_urls
 from clients.config.kinds import AnyJob
 from clients.config.tables.common import StudentConfig
@@ -62,19 +63,32 @@ def check_template(config: JobConfig, model: str) -> None:
                 hint="name a .jinja file, or remove the key",
             )
         return
-    if config.prompt_format is None or not Path(model).is_dir():
+    if config.prompt_format is None:
         return
-    try:
-        templates = (
-            chat_templates_in(Path(model))
-            if chat_template is None
-            else {"default": read_template(Path(chat_template))}
-        )
-    except (OSError, ValueError):
+    templates = _read_templates(model, chat_template)
+    if templates is None:
         return
     check_chat_template(config.prompt_format, template_text(templates))
     if config.learns_all_turns:
         check_generation(default_template(templates))
+
+
+def check_evaluated_template(config: ExamConfig, model: str) -> None:
+    """Raise InvalidInput if an evaluation's keys need a chat template and `model` has none."""
+    if config.data is not None and config.endpoint is None:
+        templates = _read_templates(model, config.student.chat_template)
+        if templates is not None:
+            check_chat_template(config.data.prompt_format, template_text(templates))
+
+
+def _read_templates(model: str, chat_template: str | None) -> dict[str, str] | None:
+    """Return the chat templates of a directory, or that of a file; None if they cannot be read."""
+    try:
+        if chat_template is not None:
+            return {"default": read_template(Path(chat_template))}
+        return chat_templates_in(Path(model)) if Path(model).is_dir() else None
+    except (OSError, ValueError):
+        return None
 
 
 def check_here(

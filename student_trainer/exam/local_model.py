@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from clients.config.evaluation import ExamConfig
 from clients.config.tables.common import StudentConfig
@@ -36,6 +37,7 @@ class LocalModel:
         `is_stopped` is called for each token.
         """
         student = StudentConfig(model=model, chat_template=config.student.chat_template)
+        disable_progress_bar()
         self._config = config
         self._is_stopped = is_stopped
         try:

@@ -262,9 +262,13 @@ def _require_file(file: str, field: str) -> None:
 def _require_columns(config: ExamConfig) -> None:
     from clients.preflight.columns import with_columns
     from clients.preflight.data_files import check_data_file
+    from clients.preflight.files import check_evaluated_template
 
-    for prompts in with_columns(config).data_files:
+    config = with_columns(config)
+    for prompts in config.data_files:
         check_data_file(prompts)
+    for model in config.models.values():
+        check_evaluated_template(config, model)
 
 
 def _config_digest(config: ExamConfig) -> str:

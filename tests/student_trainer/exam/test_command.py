@@ -12,6 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from clients.cli.app import main
+from clients.cli.commands import evaluate
 from protos.errors import ExitCode, InvalidInput
 from student_trainer.exam.__main__ import run
 from tests.clients.data.test_prompt_format import CHARACTERS, PLAIN, TALK
@@ -234,6 +235,19 @@ def test_a_column_that_is_not_there_is_told_at_once(material: Material, capfd: C
         "has no column 'solution'; the data has the columns prompt, answer; set data.answer_column"
         " to one of these columns\n"
     )
+
+
+def test_a_missing_template_is_told_before_torch_is_loaded(
+    material: Material, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate, "run_program", None)
+    path = tmp_path / "talks.jsonl"
+    path.write_text(json.dumps({"messages": TALK, "answer": "4"}) + "\n")
+    arguments = ["-q", "eval", str(material.model), "--reward", "exact_match", "--data", str(path)]
+    assert main(arguments) == ExitCode.USAGE
+    error_output = capfd.readouterr().err
+    assert "has no chat template" in error_output
+    assert "chat_template" in error_output
 
 
 def test_conversations_of_a_local_model(material: Material, tmp_path: Path) -> None:
