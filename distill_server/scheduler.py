@@ -321,7 +321,9 @@ class Scheduler:
 
     async def _kill_after_grace(self, job: Job, run: RunDirectory, stop: str) -> None:
         """Kill the trainer of a cancelled job once its grace period is over."""
-        grace = self._policy.cancel_now_grace if stop == "now" else self._policy.cancel_grace
+        grace = self._policy.cancel_now_grace
+        if stop != "now":  # the trainer finishes its step first
+            grace = self._policy.cancel_grace + 2 * job.metrics.get("time/step", 0.0)
         kill_at = self._kill_at.setdefault((job.id, job.attempt, stop), time.monotonic() + grace)
         if time.monotonic() >= kill_at:
             stop_trainer = partial(self._runner.stop, run, job.attempt, now=stop == "now")

@@ -23,7 +23,8 @@ class Policy:
     - give_up_after: time without a new step after which a waiting job is FAILED.
     - linger: time from the end of a teacher's last job to the end of the teacher.
     - lease: time without a server and without trainers after which a teacher ends by itself.
-    - cancel_grace: time from a cancel to the kill of the trainer, for its checkpoint.
+    - cancel_grace: time from a cancel to the kill of the trainer, for its checkpoint; and besides
+      twice the time of the job's last step.
     - cancel_now_grace: the same time for a cancel without a checkpoint.
     - poll_every: pause between two polls.
     """

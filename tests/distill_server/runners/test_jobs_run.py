@@ -134,6 +134,17 @@ def test_cancel_running_writes_a_checkpoint(server: Server, client: DistillClien
     assert client.cancel(job.id).state is JobState.CANCELLED
 
 
+@pytest.mark.slow
+def test_cancel_waits_for_a_long_step(server: Server, client: DistillClient) -> None:
+    """A step takes longer than the grace periods of the server's policy and of its shim."""
+    job = client.submit(job_config("pause=9 every=1000000", max_steps=100_000))
+    eventually(lambda: client.get(job.id).step >= 1)
+    client.cancel(job.id)
+    final_job = client.wait(job.id, timeout=60)
+    assert (final_job.state, final_job.reason) == (JobState.CANCELLED, "cancelled on request")
+    assert (server.runs / job.id / "checkpoints" / f"step-{final_job.step:06d}").is_dir()
+
+
 def test_cancel_now_takes_no_checkpoint(server: Server, client: DistillClient) -> None:
     job = client.submit(job_config("every=1000000", max_steps=100_000))
     eventually(lambda: client.get(job.id).step >= 1)
