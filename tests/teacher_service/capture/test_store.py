@@ -228,7 +228,7 @@ def test_a_store_of_something_else_is_refused(
             "method.max_tokens",
             "but the teacher reads at most 8192",
         ),
-        ({"teacher__engine": "hf"}, InvalidInput, "teacher.model", "there is no directory"),
+        ({"teacher__engine": "hf"}, InvalidInput, "teacher.model", "no such file: vocab=64"),
         ({"data__tokenizer": "empty"}, InvalidInput, "data.tokenizer", "cannot load the tok"),
         ({"teacher__top_k": 0}, InvalidInput, "teacher.top_k", "only with tail samples"),
         ({"data__tokenizer": None, "teacher__model": None}, InvalidInput, "data.tokenizer", "no "),
