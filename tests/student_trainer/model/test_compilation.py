@@ -220,5 +220,5 @@ def test_a_machine_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch) -
 def test_a_model_without_layers_is_refused() -> None:
     student = Student(tiny.model())
     student.model.model.layers = torch.nn.ModuleList()
-    with pytest.raises(InvalidInput, match="no layers"):
+    with pytest.raises(InvalidInput, match="define which modules are its layers"):
         compile_layers(student)
