@@ -225,7 +225,7 @@ def set_part(**values: Any) -> Callable[[rollouts_pb2.SampledPart], None]:
     [
         (set_part(index=3), "sequence 3 twice or without a request"),
         (set_part(index=0), "sequence 0 twice or without a request"),
-        (set_part(first=1), "from 1 of sequence 1"),
+        (set_part(first=1), "of sequence 1 from position 1"),
         (set_part(token_ids=b""), "sent 0 tokens"),
         (set_part(token_ids=bytes(16)), "sent 4 tokens"),
         (set_part(head_ids=bytes(4)), "4 bytes of head_ids"),
