@@ -242,7 +242,7 @@ def test_a_run_is_not_resumed_with_another_tokenizer(tmp_path: Path) -> None:
     check_same_tokenizer(checkpoint, read_source_files(student, tokenizer.chat_template))
     text = (student / "tokenizer.json").read_text()
     (student / "tokenizer.json").write_text(text.replace('"<|', '"<||', 1))
-    with pytest.raises(WrongState, match=r"student\.model: tokenizer\.json is not the one"):
+    with pytest.raises(WrongState, match=r"student\.model: tokenizer\.json differs from the file"):
         check_same_tokenizer(checkpoint, read_source_files(student, tokenizer.chat_template))
 
 

@@ -50,10 +50,12 @@ def test_sigterm_drains(start_teacher: StartTeacher, capsys: pytest.CaptureFixtu
     score_queries = queries(40)
     answered: list[teacher_pb2.ScoreChunk] = []
     ready: list[tuple[float, int]] = []
+    all_are_sent = threading.Event()
 
     def never_ending() -> Iterator[teacher_pb2.ScoreRequest]:
         for number, query in enumerate(score_queries):
             yield request_of(query, str(number))
+        all_are_sent.set()
         threading.Event().wait(WAIT)
 
     with grpc.insecure_channel(teacher.address, options=CHANNEL_OPTIONS) as channel:
@@ -65,6 +67,8 @@ def test_sigterm_drains(start_teacher: StartTeacher, capsys: pytest.CaptureFixtu
         watcher = threading.Thread(target=follow, args=(watch, ready))
         watcher.start()
         answered.append(next(stream))
+        assert all_are_sent.wait(WAIT)
+        stub.GetInfo(teacher_pb2.GetInfoRequest())  # read after the requests that were sent
         start = time.monotonic()
         teacher.send(signal.SIGTERM)
         answered.extend(stream)
