@@ -289,7 +289,9 @@ def _select_deletions(rows: Sequence[sqlite3.Row], interval: int) -> Iterable[in
         kept_steps = _selecting_steps(
             [row for row in rows if _EVALUATION in row["metrics"]], interval
         )
-        unneeded = [seq for seq in unneeded if evaluations[seq] not in kept_steps]
+        newest = {step: seq for seq, step in evaluations.items()}
+        kept_seqs = {seq for step, seq in newest.items() if step in kept_steps}
+        unneeded = [seq for seq in unneeded if seq not in kept_seqs]
     return [*phases, *_exceed(steps), *unneeded]
 
 
@@ -307,11 +309,19 @@ def _selecting_steps(rows: Sequence[sqlite3.Row], interval: int) -> set[int | No
 
 
 def _exceed(step_by_seq: Mapping[int, int]) -> list[int]:
-    """Return the seqs whose steps are no multiples of the least power of two that OLDER have."""
+    """Return the seqs to delete, so that at most OLDER are left.
+
+    Of a step that several attempts made, the newest is left; and of all steps, the multiples of the
+    least power of two.
+    """
+    if len(step_by_seq) <= OLDER:
+        return []
+    newest = {step: seq for seq, step in step_by_seq.items()}
     stride = 1
-    while sum(step % stride == 0 for step in step_by_seq.values()) > OLDER:
+    while sum(step % stride == 0 for step in newest) > OLDER:
         stride *= 2
-    return [seq for seq, step in step_by_seq.items() if step % stride]
+    kept_seqs = {seq for step, seq in newest.items() if step % stride == 0}
+    return [seq for seq in step_by_seq if seq not in kept_seqs]
 
 
 def _state_of(row: sqlite3.Row) -> tuple[object, ...]:

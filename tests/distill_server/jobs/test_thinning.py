@@ -92,3 +92,16 @@ def test_a_job_that_is_evaluated_at_every_step(tmp_path: Path) -> None:
     assert steps[-NEWEST:] == list(range(5001 - NEWEST, 5001))
     assert best.keys() <= set(steps)
     assert max(b - a for a, b in pairwise(steps)) <= 16, "spread over the whole run"
+
+
+def test_a_step_that_many_attempts_evaluate(tmp_path: Path) -> None:
+    """A job whose teacher is away for a day evaluates its student before the first step of each."""
+    with open_database(tmp_path / "server.sqlite") as connection:
+        connection.execute("PRAGMA synchronous = OFF")
+        store = JobStore(connection, on_change=lambda job_id: None)
+        store.add("waiting", job_config(), "")
+        store.change("waiting", Change(JobState.PREPARING), Change(JobState.RUNNING))
+        for _ in range(100):
+            store.change("waiting", *[Change(step=0, metrics={"eval/kl": 0.5})] * 30)
+        events = [event for event in store.events("waiting", 0, 9999) if event.metrics]
+    assert NEWEST <= len(events) <= NEWEST + OLDER + 500
