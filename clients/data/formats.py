@@ -14,7 +14,6 @@ import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -47,7 +46,6 @@ _MAX_CELL_CHARS = 1 << 30  # of a CSV file; the default of the module csv is 128
 _WILDCARD = re.compile(r"[*?\[]")
 
 
-@lru_cache(maxsize=64)
 def suffix_of(path: str) -> str:
     """Return the suffix of a supported file, without that of its compression; "" for others."""
     if not path.endswith(FILE_SUFFIXES):

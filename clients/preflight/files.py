@@ -7,6 +7,7 @@ checks that need a response from a teacher.
 
 from __future__ import annotations
 
+import difflib
 import logging
 import re
 from pathlib import Path
@@ -163,10 +164,11 @@ def check_files(config: AnyJob, hint: str = RELATIVE_PATH_HINT) -> None:
 
 
 def _other_suffix(path: Path) -> Path | None:
-    """Return a file of records whose name differs in the suffix only, such as a.json for a.jsn."""
-    if not path.suffix or not path.parent.is_dir():
+    """Return a file of records whose suffix is spelled alike, such as a.json for a.jsn."""
+    if not path.parent.is_dir():
         return None
-    siblings = (path.with_suffix(suffix) for suffix in FILE_SUFFIXES)
+    suffixes = difflib.get_close_matches(path.suffix, FILE_SUFFIXES, n=len(FILE_SUFFIXES))
+    siblings = (path.with_suffix(suffix) for suffix in suffixes)
     return next((sibling for sibling in siblings if sibling.is_file()), None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,8 +76,8 @@ def estimate_records(config: JobConfig) -> RecordsEstimate | None:
         for path in {data_file.path for data_file in config.data_files}:
             if is_object_url(path):
                 continue
-            for name in files_of(path, "data.path"):
-                count, size = _estimate_file(name)
+            if files := files_of(path, "data.path"):
+                count, size = _estimate_files(files)
                 records += count
                 copy_bytes += 0 if is_hashed(DataSet(path)) else size + count * BYTES_PER_RECORD
         directory = records_directory()
@@ -87,11 +88,14 @@ def estimate_records(config: JobConfig) -> RecordsEstimate | None:
     return RecordsEstimate(records, copy_bytes, free_bytes, directory) if records else None
 
 
-def _estimate_file(name: str) -> tuple[int, int]:
-    """Return about how many records a file has, and about how many bytes of JSON."""
-    path = Path(name)
-    size = path.stat().st_size * _EXPANSIONS.get(path.suffix, 1.0)
-    _, first = read_start(name, "data.path")
+def _estimate_files(names: Sequence[str]) -> tuple[int, int]:
+    """Return about how many records the files have, and about how many bytes of JSON.
+
+    Reads the start of the first file, and the sizes of all: a pattern may name thousands.
+    """
+    paths = [Path(name) for name in names]
+    size = sum(path.stat().st_size * _EXPANSIONS.get(path.suffix, 1.0) for path in paths)
+    _, first = read_start(names[0], "data.path")
     texts = [json.dumps(record, ensure_ascii=False, default=str) for record in first]
     mean = sum(len(text.encode()) for text in texts) / max(len(texts), 1)
     return (max(round(size / mean), len(first)) if mean else 0), round(size)
