@@ -10,6 +10,7 @@ import csv
 import glob
 import gzip
 import io
+import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
@@ -74,6 +75,8 @@ def files_of(path: str, field: str) -> list[str]:
     file, or a file in an unsupported format.
     """
     if not is_pattern(path):
+        if os.path.isfile(path) and not suffix_of(path):
+            raise unknown_format_error(path, field)
         return [path] if suffix_of(path) else []
     matches = sorted(name for name in glob.glob(path, recursive=True) if Path(name).is_file())
     if not matches:
@@ -188,6 +191,8 @@ def _read_array(stream: BinaryIO, path: str, field: str) -> Iterator[Record]:
     try:
         for number, value in enumerate(read_elements(stream), 1):
             yield _require_object(value, number, path, field)
+    except InvalidInput:
+        raise
     except ValueError as error:
         raise _not_array_error(path, str(error), field) from error
 
@@ -202,6 +207,8 @@ def _array_start(stream: BinaryIO, path: str, field: str) -> tuple[list[Record],
             records.append(_require_object(value, number, path, field))
             if number == START_RECORDS and not is_complete:
                 break
+    except InvalidInput:
+        raise
     except ValueError as error:  # cut here, or damaged, which reading all of it finds
         if is_complete:
             raise _not_array_error(path, str(error), field) from error

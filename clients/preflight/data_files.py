@@ -53,7 +53,7 @@ def check_data_file(data_file: DataFile) -> None:
     """Check the files of a DataFile, as `check_data` does; not hub ids and directories."""
     path, field = data_file.path, data_file.field
     try:
-        if not suffix_of(path) and (path.endswith(_REFUSED_SUFFIXES) or Path(path).is_file()):
+        if not suffix_of(path) and path.endswith(_REFUSED_SUFFIXES):
             raise unknown_format_error(path, field)
         for name in files_of(path, field):
             columns, records = read_start(name, field)

@@ -117,7 +117,7 @@ class Trainer:
                 line = {"attempt": self.attempt, "step": self.step, "loss": 1 / self.step}
                 if "best" in self.script and not self.step % 5 and self.step < self.max_steps:
                     line["eval/kl"] = abs(self.step - self.number("best", 0))
-                if "pause" in self.script:
+                if "timed" in self.script:
                     line["time/step"] = self.number("pause", 0)
                 if "tokens" in self.script:
                     line["tokens"] = int(self.script["tokens"])

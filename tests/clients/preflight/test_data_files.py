@@ -86,6 +86,9 @@ REFUSED = {
     "nested": Case("data.path: d.jsonl:1 is not JSON: ", "[" * 100_000),
     "latin-1": Case("data.path: d.jsonl:1 is not JSON: 'utf-8' codec", b'{"prompt": "\xe9"}\n'),
     "array": Case(f"data.path: d.jsonl:1 is not JSON: .*; {ONE_OBJECT}", '[\n{"prompt": "x"}\n]'),
+    "array of arrays": Case(
+        "data.path: record 1 of d.json is not a JSON object; each element must be", "[[1]]", "d.json"
+    ),
     "no object": Case("data.path: d.jsonl:1 is not a JSON object; each line", '"prompt"\n'),
     "csv": Case(
         "data.path: d.csv:3 has 2 values, but the first line names 1 columns; write a value with",
@@ -337,6 +340,12 @@ def test_data_that_cannot_be_read_is_refused(case: Case) -> None:
 @pytest.mark.parametrize("case", ACCEPTED.values(), ids=ACCEPTED)
 def test_data_that_can_be_read_is_accepted(case: Case) -> None:
     check_here(make_job(case), Path("runs"))
+
+
+def test_no_hub_is_asked_for_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.load_dataset", None)
+    with pytest.raises(InvalidInput, match=r"^data.path: d.xlsx is in no supported format"):
+        check_here(make_job(Case("", b"PK", "d.xlsx")), Path("runs"))
 
 
 def test_an_unreadable_file_is_refused(working_directory: Path) -> None:

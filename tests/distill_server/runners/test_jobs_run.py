@@ -137,7 +137,7 @@ def test_cancel_running_writes_a_checkpoint(server: Server, client: DistillClien
 @pytest.mark.slow
 def test_cancel_waits_for_a_long_step(server: Server, client: DistillClient) -> None:
     """A step takes longer than the grace periods of the server's policy and of its shim."""
-    job = client.submit(job_config("pause=9 every=1000000", max_steps=100_000))
+    job = client.submit(job_config("pause=9 timed=1 every=1000000", max_steps=100_000))
     eventually(lambda: client.get(job.id).step >= 1)
     client.cancel(job.id)
     final_job = client.wait(job.id, timeout=60)
