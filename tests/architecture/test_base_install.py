@@ -40,7 +40,7 @@ COMMANDS = [
         ["distill", "capture", "{capture}"],
         "method.type: a capture needs httpx, pyarrow, redis, safetensors, torch,",
     ),
-    (["distill", "eval", "x", "--reward", "f1", "--data", "{job}"], "MODEL: the evaluation of a"),
+    (["distill", "eval", "x", "--reward", "f1", "--data", "{data}"], "MODEL: the evaluation of a"),
     (
         [
             "distill",
@@ -51,7 +51,7 @@ COMMANDS = [
             "--endpoint",
             "http://localhost:1/v1",
             "--data",
-            "{job}",
+            "{data}",
         ],
         "--endpoint: an evaluation over an endpoint needs httpx,",
     ),
@@ -95,6 +95,7 @@ def install_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "job.toml").write_text(
         'student.model = "s"\nteacher.address = "x:1"\ndata.path = "d"\n'
     )
+    (directory / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     with LogitStore(directory / "store", write=True) as store:
         store.append([StoredRows(bytes(32), bytes(4), 0, b"")])
     (directory / "capture.toml").write_text('teacher.model = "t"\ndata.path = "d"\n')
@@ -124,6 +125,7 @@ def run_installed(install_directory: Path, command: list[str]) -> subprocess.Com
     names = {
         "job": install_directory / "job.toml",
         "capture": install_directory / "capture.toml",
+        "data": install_directory / "data.jsonl",
         "place": install_directory,
     }
     program, *arguments = [word.format(**names) for word in command]

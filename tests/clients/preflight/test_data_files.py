@@ -87,7 +87,9 @@ REFUSED = {
     "latin-1": Case("data.path: d.jsonl:1 is not JSON: 'utf-8' codec", b'{"prompt": "\xe9"}\n'),
     "array": Case(f"data.path: d.jsonl:1 is not JSON: .*; {ONE_OBJECT}", '[\n{"prompt": "x"}\n]'),
     "array of arrays": Case(
-        "data.path: record 1 of d.json is not a JSON object; each element must be", "[[1]]", "d.json"
+        "data.path: record 1 of d.json is not a JSON object; each element must be",
+        "[[1]]",
+        "d.json",
     ),
     "no object": Case("data.path: d.jsonl:1 is not a JSON object; each line", '"prompt"\n'),
     "csv": Case(

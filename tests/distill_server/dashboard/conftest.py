@@ -47,6 +47,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def nothing_went_wrong(browser: Browser) -> Iterator[None]:
     """The console has no script errors or blocked requests, only responses with 400 and 401."""
     browser.resize(1280)
+    browser.open("about:blank")  # the page of the test before may still ask a stopped server
     browser.complaints()
     yield
     refusals = ("(Unauthorized)", "(Bad Request)")
