@@ -25,12 +25,13 @@ _MEMORY_PER_RECORD = 1 + 4 * 4
 class RecordsEstimate:
     """What the records of a job take, as far as they are local files.
 
-    records: their number. copy_bytes: size of the copies that no earlier job has made. free_bytes:
-    free space of the disk of `directory`, where the copies are. memory_bytes: of each process, with
-    the copies.
+    records: their number. epoch_records: those of `data.path`. copy_bytes: size of the copies that
+    no earlier job has made. free_bytes: free space of the disk of `directory`, where the copies
+    are. memory_bytes: of each process, with the copies.
     """
 
     records: int
+    epoch_records: int
     copy_bytes: int
     free_bytes: int
     directory: Path
@@ -71,7 +72,8 @@ def estimate_records(config: JobConfig) -> RecordsEstimate | None:
     """Return the estimate for a job; None if it reads no local file of records, or copies none."""
     if not config.copies_records:
         return None
-    records = copy_bytes = 0
+    records = epoch_records = copy_bytes = 0
+    epoch_paths = {file.path for file in config.data_files if file.field == "data.path"}
     try:
         for path in {data_file.path for data_file in config.data_files}:
             if is_object_url(path):
@@ -79,13 +81,16 @@ def estimate_records(config: JobConfig) -> RecordsEstimate | None:
             if files := files_of(path, "data.path"):
                 count, size = _estimate_files(files)
                 records += count
+                epoch_records += count if path in epoch_paths else 0
                 copy_bytes += 0 if is_hashed(DataSet(path)) else size + count * BYTES_PER_RECORD
         directory = records_directory()
         existing = next(parent for parent in (directory, *directory.parents) if parent.is_dir())
         free_bytes = shutil.disk_usage(existing).free
     except (DistillError, OSError):  # other checks report it
         return None
-    return RecordsEstimate(records, copy_bytes, free_bytes, directory) if records else None
+    if not records:
+        return None
+    return RecordsEstimate(records, epoch_records, copy_bytes, free_bytes, directory)
 
 
 def _estimate_files(names: Sequence[str]) -> tuple[int, int]:

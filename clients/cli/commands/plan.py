@@ -84,10 +84,11 @@ def plan(
             " a micro-batch"
         )
     records = estimate_records(config)
+    steps = config.count_steps(records.epoch_records if records else 0)
     if output.as_json:
         gpu_shares = {"train": config.processes, "rollouts": config.engine_gpus}
         record = {**memory_report.plan_record(memory_plan), "gpus": gpu_shares}
-        record["data"] = None if records is None else records.facts
+        record |= {"data": records and records.facts, "steps": steps or None}
         output.result({**record, "step": memory_report.step_record(time, split)}, "")
     else:
         print(memory_report.format_summary(memory_plan) + memory_report.format_engines(config))
@@ -97,6 +98,9 @@ def plan(
         print("\n".join(memory_report.step_lines(machine, time, split)))
         if records is not None:
             print(f"Data: {records}.")
+        if config.epochs is not None and records is not None:
+            epochs = config.describe_epochs(records.epoch_records)
+            print(f"Steps: about {steps:,} for {epochs}, before any is left out.")
     return ExitCode.OK if memory_plan.fits else ExitCode.JOB_FAILED
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,9 +68,16 @@ def test_the_plan_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "d.jsonl").write_text('{"prompt": "1"}\n' * 500)
     job = tmp_path / "job.toml"
-    job.write_text(f'student.model = "{tmp_path}"\ndata.path = "{tmp_path}/d.jsonl"\n')
+    job.write_text(
+        "epochs = 2.0\ntrain.prompts_per_step = 8\n"
+        f'student.model = "{tmp_path}"\ndata.path = "{tmp_path}/d.jsonl"\n'
+    )
     assert main(["plan", str(job)]) == 0
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith("Data: about 5"), line
+    data_line, steps_line = capsys.readouterr().out.splitlines()[-2:]
+    assert data_line.startswith("Data: about 5"), data_line
     assert main(["--json", "plan", str(job)]) == 0
-    assert json.loads(capsys.readouterr().out)["data"]["copy"] > 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["data"]["copy"] > 0
+    size = plan["data"]["records"]
+    assert plan["steps"] == math.ceil(2 * size / 8)
+    assert steps_line.startswith(f"Steps: about {plan['steps']} for 2 epochs of {size} records")
