@@ -63,6 +63,8 @@ def serve(
     backoff: options.BackoffOption = 10.0,
     give_up_after: options.GiveUpAfterOption = 24.0,
     keep_days: options.KeepDaysOption = None,
+    on_stop: options.OnStopOption = options.OnStop.LEAVE,
+    stop_grace: options.StopGraceOption = 60.0,
     backup: options.BackupOption = None,
     source: options.ImportOption = None,
     dashboard: options.DashboardPortOption = None,
@@ -89,19 +91,27 @@ def serve(
         if backup is not None or source is not None:
             return _run_without_server(runs, database or runs / "server.sqlite", backup, source)
         machine = _create_machine(slots or gpus or 1, gpus, cpus, threads_per_job, ray, slurm)
+        trainers_are_local = ray is None and not slurm
+        if on_stop is options.OnStop.CHECKPOINT and not trainers_are_local:
+            raise InvalidInput(
+                "the jobs of a cluster continue without the server",
+                field="--on-stop",
+                hint="remove the option",
+            )
         endpoint = read_endpoint(host, port, token_file, tls, insecure=insecure)
         asyncio.run(
             run_server(
                 runs,
                 database=database,
                 keep_days=keep_days,
+                stop_grace=stop_grace if on_stop is options.OnStop.CHECKPOINT else None,
                 dashboard=_create_dashboard(dashboard, external_url, tls),
                 on_end=None if on_end is None else EndCommand(on_end),
                 metrics=(metrics_host, metrics_port),
                 endpoint=endpoint,
                 runner=_create_runner(ray, slurm, slurm_option or []),
                 policy=_create_policy(machine, most_queued, retries, backoff, give_up_after),
-                preflight=JobPreflight(trainers_are_local=ray is None and not slurm),
+                preflight=JobPreflight(trainers_are_local=trainers_are_local),
                 on_ready=lambda port: print(
                     "server listening on", endpoint.address(port), flush=True
                 ),

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+
+class OnStop(StrEnum):
+    """What becomes of the trainers when the server ends at SIGTERM or SIGINT."""
+
+    LEAVE = "leave"
+    CHECKPOINT = "checkpoint"
+
 
 RunsOption = Annotated[Path, typer.Option(help="Directory of all run directories.")]
 PortOption = Annotated[
@@ -62,6 +71,23 @@ KeepDaysOption = Annotated[
         metavar="DAYS",
         help="Remove jobs, with their files, this many days after their end. Default: keep them."
         " Pinned jobs are kept, and so are jobs that a kept job depends on.",
+        min=0,
+    ),
+]
+OnStopOption = Annotated[
+    OnStop,
+    typer.Option(
+        "--on-stop",
+        help="What becomes of running jobs at SIGTERM. leave: they continue, and the next server"
+        " follows them. checkpoint: they write a checkpoint and end, and the next server continues"
+        " them; for a server whose container ends with it.",
+    ),
+]
+StopGraceOption = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        help="Maximum time that a server with --on-stop=checkpoint waits for the checkpoints.",
         min=0,
     ),
 ]

@@ -91,6 +91,7 @@ class Scheduler:
         )
         # The task of each job; at most one task at a time reads or writes a run directory.
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._is_stopping = False
         # Jobs whose run directories do not answer.
         self._silent_jobs: set[str] = set()
         self._tails: dict[tuple[str, int], MetricsTail] = {}
@@ -123,6 +124,22 @@ class Scheduler:
         finally:
             await self._end_tasks()
 
+    async def stop_trainers(self, grace: float) -> None:
+        """Start no more jobs, and request a checkpoint and its end from each trainer.
+
+        Returns when all trainers have ended and their jobs are queued again, or after `grace`
+        seconds. `run` must be running. A trainer that needs longer keeps the request; when it ends,
+        or dies with the server's container, the next server continues its job.
+        """
+        self._is_stopping = True
+        self.wake()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace):
+                while self._store.in_state(*ACTIVE):
+                    await asyncio.sleep(self._policy.poll_every)
+        for job in self._store.in_state(*ACTIVE):
+            log.warning("job %s: its trainer has not ended %g s after the request", job.id, grace)
+
     async def run_once(self) -> bool:
         """Poll all active jobs and start queued ones; return False if there is no job to poll."""
         active = self._store.in_state(*ACTIVE)
@@ -133,7 +150,7 @@ class Scheduler:
         await self.teachers.poll_all(self._store.users_of_teachers())
         self.waits.start_due_tries()
         self._update_dependents()
-        has_queue = self._start_queued()
+        has_queue = not self._is_stopping and self._start_queued()
         await self._wait_for_tasks()
         return has_queue or bool(active) or len(self.teachers) > 0
 
@@ -285,7 +302,7 @@ class Scheduler:
             run,
             job.attempt,
             self._metrics_tail(job, run),
-            is_cancelling=is_cancelling,
+            is_stopping=is_cancelling or self._is_stopping,
         )
         observation = await self._call_files(job, poll)
         self.store_late_cancels()
@@ -300,7 +317,8 @@ class Scheduler:
                 await self._kill_after_grace(job, run, observation.stop)
             return
         step = self._newest_step(job, observation.status)
-        match verdict_of(job.state, step, observation.status, observation.outcome):
+        status, outcome, stop = observation.status, observation.outcome, observation.stop
+        match verdict_of(job.state, step, status, outcome, stop):
             case JobEnded() as verdict:
                 self._end_job(job, verdict, step)
             case DeadAttempt() as verdict:
@@ -379,7 +397,7 @@ class Scheduler:
             self.waits.end(job)
             backoff = self._policy.backoff * 2 ** min(30, max(0, retries - 1))
             pause = min(self._policy.longest_backoff, backoff)
-            phase = f"retrying in {pause:g} s"
+            phase = "waits for the next server" if self._is_stopping else f"retrying in {pause:g} s"
             self._rest_until[job.id, next_attempt.number] = time.monotonic() + pause
         change = Change(JobState.QUEUED, reason=verdict.reason, phase=phase)
         self._store.queue_again(job.id, next_attempt, change, at_end=False)

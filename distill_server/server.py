@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import sqlite3
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,13 +61,15 @@ async def run_server(
     database: Path | None = None,
     on_end: EndCommand | None = None,
     keep_days: float | None = None,
+    stop_grace: float | None = None,
 ) -> None:
     """Serve the jobs under `runs` until SIGTERM or SIGINT.
 
-    Trainers keep running, and the next server on the same directory follows them. `on_ready` is
-    called with the port once the server listens. `metrics` is the (host, port) of the
-    metrics page, `database` defaults to server.sqlite in `runs`. `on_end` is called for ended jobs.
-    Jobs are removed `keep_days` days after their end; None means never.
+    Trainers keep running, and the next server on the same directory follows them. With
+    `stop_grace`, they are given that many seconds to write a checkpoint and end. `on_ready` is
+    called with the port once the server listens. `metrics` is the (host, port) of the metrics page,
+    `database` defaults to server.sqlite in `runs`. `on_end` is called for ended jobs. Jobs are
+    removed `keep_days` days after their end; None means never.
     Raises WrongState if another server uses the database or `runs`, or if `runs` belongs to another
     database; InvalidInput if the port is taken or `runs` cannot be a directory.
     """
@@ -126,6 +128,13 @@ async def run_server(
                 registry=page.registry,
                 audit=audit,
             )
+
+        async def drain() -> None:
+            page.stop()
+            if stop_grace is not None:
+                control.refuse_new_jobs()
+                await scheduler.stop_trainers(stop_grace)
+
         async with dashboard_context as announce:
             ready = partial(_call_both, on_ready, announce)
             collect_uploads = partial(_collect_garbage, uploads, connection, files)
@@ -133,7 +142,14 @@ async def run_server(
             tasks = (scheduler.run, keeper.run, collect_uploads)
             with metrics_page(page, metrics):
                 await _serve_and_work(
-                    service, tasks, endpoint, page, ready, notifier.close, audit.record_refusal
+                    service,
+                    tasks,
+                    endpoint,
+                    page,
+                    on_ready=ready,
+                    drain=drain,
+                    on_stop=notifier.close,
+                    on_refusal=audit.record_refusal,
                 )
 
 
@@ -176,7 +192,9 @@ async def _serve_and_work(
     coroutine_functions: Sequence[Callable[[], Coroutine[None, None, None]]],
     endpoint: ServerEndpoint,
     page: MetricsPage,
+    *,
     on_ready: Callable[[int], None],
+    drain: Callable[[], Awaitable[None]],
     on_stop: Callable[[], None],
     on_refusal: OnRefusal,
 ) -> None:
@@ -197,16 +215,13 @@ async def _serve_and_work(
         page.start()
         on_ready(port)
 
-    def on_end() -> None:
-        page.stop()
-        on_stop()
-
     await serve(
         register,
         endpoint,
         grace_seconds=_GRACE_SECONDS,
         on_ready=on_bound,
-        on_stop=on_end,
+        drain=drain,
+        on_stop=on_stop,
         on_refusal=on_refusal,
     )
     for task in tasks:

@@ -87,6 +87,11 @@ class JobControl:
         self._stop_trainer = stop_trainer
         self._let_wait = let_wait
         self._late_cancels: set[str] = set()
+        self._is_stopping = False
+
+    def refuse_new_jobs(self) -> None:
+        """Raise Unavailable for all jobs that are submitted or resumed from now on."""
+        self._is_stopping = True
 
     async def check(self, *configs_json: str) -> None:
         """Raise the errors that `submit_checked` would raise, without queueing the jobs.
@@ -359,7 +364,15 @@ class JobControl:
             checkpoint_root(job, run, from_step)
 
     def _require_place(self, config: AnyJob | None = None, job_count: int = 1) -> None:
-        """Raise if the queue has too few places, or if `config` needs more than the machine has."""
+        """Raise if the queue has too few places, or if `config` needs more than the machine has.
+
+        Raises Unavailable if the server is stopping.
+        """
+        if self._is_stopping:
+            raise Unavailable(
+                "the server is stopping and takes no jobs",
+                hint="try again when the next server has started",
+            )
         if config is not None:
             self._machine.require_room(config)
         if (queue_length := self._store.queue_length()) + job_count > self._max_queued:

@@ -55,8 +55,8 @@ def progress_changes(
 class Observation:
     """The state of an attempt. `points` are the steps since the last observation.
 
-    `stop` is the request in control.json, if the job is being cancelled. `log_end` holds the last
-    lines of the log, if the attempt has ended.
+    `stop` is the request in control.json, if the trainer is to stop or has ended. `log_end` holds
+    the last lines of the log, if the attempt has ended.
     """
 
     outcome: Outcome
@@ -67,18 +67,19 @@ class Observation:
 
 
 def observe(
-    runner: Runner, run: RunDirectory, attempt: int, tail: MetricsTail, *, is_cancelling: bool
+    runner: Runner, run: RunDirectory, attempt: int, tail: MetricsTail, *, is_stopping: bool
 ) -> Observation:
     """Poll the runner, then read the files: if the attempt has ended, the files are complete.
 
-    If the job is being cancelled and control.json has no request to stop, the request is written.
+    If the trainer is to stop and control.json has no request for it, the request is written.
     """
     outcome = runner.poll(run, attempt)
     status = status_of(run, attempt)
     if isinstance(outcome, Running):
-        stop = _repeat_stop_request(runner, run, attempt) if is_cancelling else ""
+        stop = _repeat_stop_request(runner, run, attempt) if is_stopping else ""
         return Observation(outcome, status, tail.read(), stop)
-    return Observation(outcome, status, tail.read_all(), log_end=_last_lines(run.log_file(attempt)))
+    log_end = _last_lines(run.log_file(attempt))
+    return Observation(outcome, status, tail.read_all(), run.read_control().stop, log_end)
 
 
 def request_stop(run: RunDirectory, *, now: bool) -> None:

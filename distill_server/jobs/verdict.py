@@ -67,11 +67,15 @@ class DeadAttempt:
 
 
 def verdict_of(
-    state: JobState, step: int, status: Status | None, outcome: Exited | Lost | CancelledInCluster
+    state: JobState,
+    step: int,
+    status: Status | None,
+    outcome: Exited | Lost | CancelledInCluster,
+    stop: str = "",
 ) -> JobEnded | DeadAttempt:
     """Judge an ended attempt of a job in `state` by the trainer's last status and its exit.
 
-    `step` appears in the reason only.
+    `step`, and `stop`, the request in control.json, appear in the reason only.
     """
     is_blameless_loss = isinstance(outcome, Lost) and outcome.blameless
     is_cancelling = state is JobState.CANCELLING
@@ -89,8 +93,12 @@ def verdict_of(
         waits_for = status.field or "a service that the job needs"
         attempt_died = DeadAttempt(reason, blameless=True, waits_for=waits_for)
     elif verdict == "cancelled" and not is_blameless_loss:
-        # No user requested the cancel: the machine is drained, or the attempt was preempted.
-        attempt_died = DeadAttempt(reason or "the trainer was stopped by SIGTERM", blameless=True)
+        # No user requested the cancel: the server stopped (--on-stop=checkpoint), the machine is
+        # drained, or the attempt was preempted.
+        cause = (
+            "stopped for a restart of the server" if stop else "the trainer was stopped by SIGTERM"
+        )
+        attempt_died = DeadAttempt(reason or cause, blameless=True)
     elif outcome == Exited(-signal.SIGTERM):
         # SIGTERM came from outside the server, before the trainer installed its handler.
         attempt_died = DeadAttempt("the trainer was stopped by SIGTERM", blameless=True)

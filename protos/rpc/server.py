@@ -112,6 +112,7 @@ async def serve(
     on_stop: Callable[[], None] = lambda: None,
     stop: asyncio.Event | None = None,
     prepare: Callable[[], Awaitable[None]] | None = None,
+    drain: Callable[[], Awaitable[None]] | None = None,
     on_refusal: OnRefusal = ignore_refusal,
 ) -> signal.Signals | None:
     """Serve until SIGTERM or SIGINT, then give running calls `grace_seconds` seconds to finish.
@@ -122,8 +123,11 @@ async def serve(
     - prepare: awaited while the server listens and health checks return NOT_SERVING; should end
       early when `stop` is set. An error in `prepare` ends the server and is raised here.
     - on_ready: called with the bound port after `prepare`, unless the server was stopped.
+    - drain: awaited when the server is to end: calls are still answered, and health checks return
+      NOT_SERVING.
     - on_refusal: called with each call that is refused for its token; see `AccessControl`.
-    - on_stop: called when shutdown begins; should end streams that would not end by themselves.
+    - on_stop: called after `drain`, when shutdown begins; should end streams that would not end by
+      themselves.
 
     Raises InvalidInput if the port is taken, or if other machines could call without tokens and
     TLS. Must run in the main thread, because this function installs signal handlers.
@@ -157,6 +161,9 @@ async def serve(
             health.start()
             on_ready(bound_port)
         await stop.wait()
+        health.stop()
+        if drain:
+            await drain()
     finally:
         health.stop()
         on_stop()

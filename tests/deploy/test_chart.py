@@ -99,6 +99,11 @@ def test_the_commands_are_ours(name: str) -> None:
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             command = container[probe]["exec"]["command"]
             assert command == ["python", "-P", "-m", "protos.rpc.health", address]
+        if program == "distill-server":
+            is_local = name != "ray"
+            assert options["on_stop"] == ("checkpoint" if is_local else "leave")
+            grace = float(str(options["stop_grace"])) if is_local else 0
+            assert pod["terminationGracePeriodSeconds"] >= grace + 30
         if name == "ray":
             assert options["ray"] == "http://distill-ray-head-svc:8265"
             assert str(options["runs"]) == "/runs"

@@ -36,6 +36,13 @@ def test_the_command_is_one_of_ours(name: str) -> None:
     assert SERVICES[name]["healthcheck"]["test"] == probe
 
 
+def test_trainers_have_time_for_a_checkpoint() -> None:
+    options = parse_options(*command_of("server"))
+    assert options["on_stop"] == "checkpoint"
+    period = int(SERVICES["server"]["stop_grace_period"].removesuffix("s"))
+    assert period >= float(str(options["stop_grace"])) + 30
+
+
 @pytest.mark.parametrize("name", OWN_SERVICES)
 def test_every_file_that_it_reads_is_there(name: str) -> None:
     """Secrets are mounted, and each path option is inside a volume."""

@@ -69,10 +69,18 @@ class Server:
         return ForkedPython([*SCRIPTED, *arguments], stdout=subprocess.PIPE, text=True)
 
     def kill(self, signum: int = signal.SIGKILL) -> int:
+        self.send_signal(signum)
+        return self.wait()
+
+    def send_signal(self, signum: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(signum)
+
+    def wait(self) -> int:
+        """Wait for the end of the process, and return its exit code."""
         assert self.process is not None
         assert self.process.stdout is not None
-        self.process.send_signal(signum)
-        code = self.process.wait(10)
+        code = self.process.wait(200)
         self.process.stdout.close()
         self.process = None
         return code

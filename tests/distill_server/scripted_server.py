@@ -5,7 +5,8 @@ OPTIONS are JSON: `gpus`, how many to divide; `threads`, of a job; `retries`; `c
 number of the attempt; `ray`, the address of a cluster that runs the jobs, with no launcher;
 `slurm`, options of sbatch: Slurm runs the jobs, with no launcher;
 `linger`, the seconds that a teacher stays without jobs; `lease`, without server and trainers;
-`tokens`, the lines of a token file; `keep_days`, as the option --keep-days.
+`tokens`, the lines of a token file; `keep_days`, as the option --keep-days; `stop_grace`, as the
+option --stop-grace with --on-stop=checkpoint.
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ def main() -> int:
                 ),
                 preflight=accept_all,
                 keep_days=options.get("keep_days"),
+                stop_grace=options.get("stop_grace"),
                 on_end=EndCommand(options["on_end"]) if "on_end" in options else None,
                 on_ready=lambda bound: print(f"server listening on {host}:{bound}", flush=True),
             )

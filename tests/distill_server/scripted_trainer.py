@@ -6,7 +6,8 @@ The job's name has its instructions, as `key=value` words:
     crashes=N          only in the first N attempts
     fail_at=STEP       end with the verdict "failed"
     hang_at=STEP       make no step any more, and look at no control.json
-    hangs=N            only in the first N attempts
+    wait_at=STEP       make no step any more until it is asked to stop
+    hangs=N            only in the first N attempts; of hang_at and of wait_at
     every=STEPS        between checkpoints (default 5)
     best=STEP          evaluate at each checkpoint but the last: eval/kl is how far it is from STEP
     deaf=1             ignore SIGTERM
@@ -83,6 +84,11 @@ class Trainer:
             while not self.stop:
                 time.sleep(0.02)
 
+    def wait_for_stop(self) -> None:
+        if self.attempt <= self.number("hangs", 1000) and self.step == self.number("wait_at", -1):
+            while not self.requested_stop():
+                time.sleep(0.02)
+
     def main(self) -> int:
         signal.signal(signal.SIGTERM, self.on_sigterm)
         with (self.run / ".trainer.lock").open("a") as lock:
@@ -130,6 +136,7 @@ class Trainer:
                 self.say("running", "training")
                 if self.step % self.number("every", 5) == 0:
                     self.checkpoint()
+                self.wait_for_stop()
         self.export()
         self.say("succeeded")
         return 0

@@ -72,6 +72,17 @@ def test_its_page_is_always_there(tmp_path: Path) -> None:
         assert process.wait(20) == 0
 
 
+def test_jobs_of_a_cluster_outlive_the_server(tmp_path: Path) -> None:
+    options = ("--on-stop=checkpoint", "--ray", "http://127.0.0.1:1")
+    process = subprocess.run(
+        command(tmp_path / "runs", *options), capture_output=True, text=True, timeout=60
+    )
+    assert process.returncode == 2
+    assert process.stderr == (
+        "error: --on-stop: the jobs of a cluster continue without the server; remove the option\n"
+    )
+
+
 def test_the_database_may_be_elsewhere(tmp_path: Path) -> None:
     """--database puts the database on a local disk, where the runs are on a file server."""
     with program(tmp_path / "runs", "--database", str(tmp_path / "here.sqlite")) as (_, line):

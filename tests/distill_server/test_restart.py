@@ -21,6 +21,7 @@ from distill_server.jobs.database import open_database
 from distill_server.jobs.store import Change, JobStore
 from distill_server.runners.local.process import family, kill_family
 from protos.errors import Unavailable
+from protos.rpc.health import is_serving
 from tests.distill_server.conftest import Server, eventually, job_config
 from tests.distill_server.jobs.history import History
 
@@ -79,6 +80,73 @@ def test_running_jobs_are_adopted(make_server: Callable[..., Server], signum: in
             assert events[-1].state is JobState.SUCCEEDED
         for job in jobs:
             assert not (server.runs / job.id / "logs" / "attempt-2").exists()
+
+
+def test_a_stop_with_checkpoints(make_server: Callable[..., Server]) -> None:
+    """All trainers end after a checkpoint, and the next server runs no step twice.
+
+    With retries=0, a spent retry would fail a job.
+    """
+    server = make_server(slots=2, retries=0, stop_grace=600)
+    with DistillClient(server.address, patience_seconds=0) as client:
+        steady_job = client.submit(job_config("wait_at=6 hangs=1 every=1000", 10))
+        # Reads no control.json at step 4, and so holds the server until it gets SIGTERM.
+        late_job = client.submit(job_config("hang_at=4 hangs=1 every=1000", 10))
+        queued_job = client.submit(job_config("queued", 3))
+        eventually(lambda: client.get(steady_job.id).step == 6)
+        eventually(lambda: client.get(late_job.id).step == 3)
+        server.send_signal(signal.SIGTERM)
+        eventually(lambda: client.get(steady_job.id).state is JobState.QUEUED)
+        stopped_job = client.get(steady_job.id)
+        assert stopped_job.reason == "stopped for a restart of the server"
+        assert stopped_job.phase == "waits for the next server"
+        assert client.get(queued_job.id).attempt == 1
+        assert not is_serving(server.address)
+        for refused_call in (
+            lambda: client.submit(job_config()),
+            lambda: client.check(job_config()),
+        ):
+            with pytest.raises(Unavailable, match="the server is stopping"):
+                refused_call()
+        os.kill(server.card(late_job.id)["child_pid"], signal.SIGTERM)
+        assert server.wait() == 0
+    for job in (steady_job, late_job):
+        directory = server.runs / job.id / "logs" / "attempt-1"
+        assert json.loads((directory / "exit.json").read_text())["code"] == 0
+        assert not (server.runs / job.id / "logs" / "attempt-2").exists()
+    assert not (server.runs / queued_job.id / "logs").exists()
+    assert (server.runs / steady_job.id / "checkpoints" / "step-000006").is_dir()
+
+    server.start()
+    with DistillClient(server.address) as client:
+        for job in (steady_job, late_job):
+            ended_job = client.wait(job.id, timeout=60)
+            assert (ended_job.state, ended_job.attempt) == (JobState.SUCCEEDED, 2)
+            steps = [
+                (event.attempt, event.step) for event in client.history(job.id) if event.metrics
+            ]
+            last_step = 6 if job is steady_job else 4
+            assert steps == [(1 + (step > last_step), step) for step in range(1, 11)]
+        assert client.wait(queued_job.id, timeout=60).attempt == 1
+
+
+def test_a_stop_does_not_wait_for_ever(make_server: Callable[..., Server]) -> None:
+    """A trainer that writes no checkpoint within the grace dies with the container."""
+    server = make_server(retries=0, stop_grace=0.1)
+    with DistillClient(server.address) as client:
+        job = client.submit(job_config("hang_at=8 hangs=1", max_steps=10))
+        eventually(lambda: client.get(job.id).step == 7)
+        card = server.card(job.id)
+        assert server.kill(signal.SIGTERM) == 0
+        assert family(str(card["mark"]))
+        os.kill(int(card["pid"]), signal.SIGKILL)
+        kill_family(str(card["mark"]))
+        server.start()
+        ended_job = client.wait(job.id, timeout=60)
+        assert (ended_job.state, ended_job.attempt) == (JobState.SUCCEEDED, 2)
+        # The last checkpoint was at step 5.
+        steps = [(event.attempt, event.step) for event in client.history(job.id) if event.metrics]
+        assert steps == [(1, n) for n in range(1, 8)] + [(2, n) for n in range(6, 11)]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,8 +75,10 @@ def undisturbed(material: Material, teacher: str, once: Once) -> RunDirectory:
 def make_server(tmp_path: Path) -> Iterator[MakeServer]:
     servers: list[RealServer] = []
 
-    def start_server(slots: int = 1, runs: Path = tmp_path / "runs") -> RealServer:
-        servers.append(RealServer(runs, slots))
+    def start_server(
+        slots: int = 1, runs: Path = tmp_path / "runs", arguments: Sequence[str] = ()
+    ) -> RealServer:
+        servers.append(RealServer(runs, slots, arguments=arguments))
         servers[-1].start()
         return servers[-1]
 

@@ -111,12 +111,15 @@ def weights(run: RunDirectory) -> str:
 
 
 class RealServer(Server):
-    """`distill-server` in a forked process, which launches real trainers."""
+    """`distill-server` in a forked process, which launches real trainers.
+
+    Its option `arguments` is a list of further command line arguments.
+    """
 
     def launch(self) -> subprocess.Popen[str]:
         address_options = ["--runs", str(self.runs), "--host", self.host, "--port", str(self.port)]
         options = ["--slots", str(self.slots), "--threads-per-job", "1"]
-        options += ["--retries", "1", "--backoff", "0.5"]
+        options += ["--retries", "1", "--backoff", "0.5", *self.options.get("arguments", [])]
         return ForkedPython(
             [sys.executable, "-m", "distill_server", *address_options, *options],
             stdout=subprocess.PIPE,

@@ -108,6 +108,32 @@ def assert_usable(directory: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_server_stops_with_checkpoints(
+    material: Material, teacher: str, make_server: MakeServer, undisturbed: RunDirectory
+) -> None:
+    """The trainer ends with the server; the next server comes to the same bits."""
+    from tests.student_trainer.tiny import curve, job
+
+    server = make_server(arguments=["--on-stop=checkpoint", "--stop-grace=200"])
+    with DistillClient(server.address) as client:
+        submitted_job = client.submit(job(material, teacher))
+        eventually(lambda: client.get(submitted_job.id).step >= 6, 200)
+        assert server.kill(signal.SIGTERM) == 0
+        run = RunDirectory(server.runs / submitted_job.id)
+        last_step = metrics_of(run)[-1]["step"]
+        assert (run.checkpoints / f"step-{last_step:06d}").is_dir()
+        server.start()
+        ended_job = client.wait(submitted_job.id, timeout=200)
+        assert (ended_job.state, ended_job.attempt) == (JobState.SUCCEEDED, 2), ended_job.reason
+        events = list(client.watch(submitted_job.id))
+    assert_each_once(events, 60)
+    reasons = {event.reason for event in events}
+    assert "stopped for a restart of the server" in reasons
+    assert curve(metrics_of(run)) == curve(metrics_of(undisturbed))
+    assert weights(run) == weights(undisturbed)
+
+
+@pytest.mark.slow
 def test_the_server_is_killed_under_a_job(
     material: Material, teacher: str, make_server: MakeServer, watchers: list[Watcher]
 ) -> None:
