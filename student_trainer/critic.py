@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from clients.config.tables.rl_method import RLConfig
 from student_trainer.data.batch import sum_and_count
+from student_trainer.data.device import copy_to_device
 from student_trainer.data.sequence import Rollout
 from student_trainer.losses.advantages import gae, reward_at_last_token
 from student_trainer.parallel.passes import run_passes_over_rollouts
@@ -90,8 +91,8 @@ class CriticAdvantages:
         `rewards` [S]: one per rollout, NaN without reward. An answer without reward has zero
         advantages, and the critic does not learn from it. Call it outside `gathered()`.
 
-        Returns one tensor [learned] on the CPU per rollout, and (sum, number) of the critic's loss
-        before its updates. GAE with gamma = 1 (`losses/advantages.py`).
+        Returns one tensor [learned] per rollout, and (sum, number) of the critic's loss before its
+        updates, all on the CPU. GAE with gamma = 1 (`losses/advantages.py`).
         """
         states = torch.cat(self._compute_states(rollouts))
         lengths = torch.tensor([rollout.learned for rollout in rollouts])
@@ -102,16 +103,18 @@ class CriticAdvantages:
         token_rewards = reward_at_last_token(rewards.nan_to_num().float(), lengths)
         device = states.device
         raw_advantages, targets = gae(
-            token_rewards.to(device),
+            copy_to_device(token_rewards, device),
             values,
-            sequence.to(device),
+            copy_to_device(sequence, device),
             gamma=1.0,
             lam=self._method.gae_lambda,
         )
-        has_reward = has_reward.to(device)
-        loss = self._train(states[has_reward], values[has_reward], targets[has_reward])
+        # Row numbers from the host: a mask on the device would make the host wait for their number.
+        rows = copy_to_device(has_reward.nonzero().squeeze(1), device)
+        loss = self._train(states[rows], values[rows], targets[rows])
+        has_reward = copy_to_device(has_reward, device)
         advantages = torch.where(has_reward, raw_advantages, 0.0).cpu()
-        return list(torch.split(advantages, lengths.tolist())), loss
+        return list(torch.split(advantages, lengths.tolist())), loss.cpu()
 
     def _train(self, states: Tensor, values: Tensor, targets: Tensor) -> Tensor:
         """Collective. Train the critic with as many updates as the student; return its loss before
@@ -120,7 +123,7 @@ class CriticAdvantages:
         The loss is (sum, number) over the tokens of this process.
         """
         initial_loss = torch.zeros(2, dtype=torch.float64)
-        count = self._sum_over_processes(torch.tensor([float(len(states))], device=states.device))
+        count = self._sum_over_processes(states.new_full((1,), len(states)))
         for update in range(self._method.total_updates):
             losses = value_loss(self._critic(states), values, targets, clip=_CLIP)
             if update == 0:

@@ -163,12 +163,11 @@ def measure_step(run: RunDirectory, *, fused: bool) -> dict[str, float]:
         wait([item.rows for item in pending])
         written = time.monotonic()
         before = resident_before()
-        means, _ = trainer.learner.add_gradients(pending)
-        norm = trainer.learner.update(1, config.train.learning_rate)
+        means = trainer.learner.learn(1, pending, config.train.learning_rate)
         return {
             "peak_mib": (resident_peak() - before) / MIB,
             "loss": means["loss"],
-            "grad_norm": norm,
+            "grad_norm": means["grad_norm"],
             "rows": means["tokens"],
             "seconds": time.monotonic() - written,
             "seconds_before": written - started,

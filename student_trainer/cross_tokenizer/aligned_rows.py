@@ -13,6 +13,7 @@ from torch import Tensor
 
 from protos.rows.codec import RowBlock
 from student_trainer.data.batch import Batch, ScoredSequence, make_batch
+from student_trainer.data.device import copy_to_device
 from student_trainer.data.packing import Layout
 
 
@@ -97,15 +98,16 @@ def make_aligned_batch(
     word_offsets = np.cumsum([0, *map(len, rows)])[:-1]
 
     def concatenate(name: str) -> Tensor:
-        return torch.from_numpy(np.concatenate([getattr(block, name) for block in rows])).to(device)
+        columns = np.concatenate([getattr(block, name) for block in rows])
+        return copy_to_device(torch.from_numpy(columns), device)
 
     words = [block.word + offset for block, offset in zip(rows, word_offsets, strict=True)]
     return AlignedBatch(
         **vars(make_batch(scored_sequences, device, layout)),
-        word=torch.from_numpy(np.concatenate(words)).to(device),
+        word=copy_to_device(torch.from_numpy(np.concatenate(words)), device),
         learned=concatenate("learned"),
         one_to_one=concatenate("one_to_one"),
-        spelled=torch.tensor([block.spelled for block in rows], device=device),
-        left_out=torch.tensor([not block.learned.any() for block in rows], device=device),
+        spelled=copy_to_device(torch.tensor([block.spelled for block in rows]), device),
+        left_out=copy_to_device(torch.tensor([not block.learned.any() for block in rows]), device),
         weights=None if rows[0].weights is None else concatenate("weights"),
     )

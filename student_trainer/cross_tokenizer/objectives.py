@@ -15,7 +15,7 @@ from student_trainer.cross_tokenizer.losses import (
     cross_tokenizer_kl,
     mapped_kl,
 )
-from student_trainer.data.batch import Batch, ScoredSequence, sum_and_count
+from student_trainer.data.batch import Batch, ScoredSequence, sum_and_count, sum_and_count_where
 from student_trainer.data.packing import Layout
 from student_trainer.losses import (
     FusedLoss,
@@ -73,7 +73,7 @@ class CrossTokenizerObjective:
         logprobs = out.rows.token_logprobs
         costs = logprobs - batch.teacher.token_logprobs
         return {
-            "kl/teacher": sum_and_count(costs[batch.learned]),
+            "kl/teacher": sum_and_count_where(batch.learned, costs),
             **mismatch(logprobs, batch.sampling_logprobs),
             "entropy": sum_and_count(out.metrics["entropy"]),
             "pair/one_to_one": sum_and_count(batch.one_to_one.float()),
@@ -136,8 +136,8 @@ class StoredAnswersObjective:
         """Return (sum, number) of each metric over the tokens or the answers of a batch."""
         assert isinstance(batch, AlignedBatch)
         return {
-            "kl/teacher": sum_and_count(self._compute_kl(batch, out.rows)[batch.learned]),
-            "cross_entropy": sum_and_count(-out.rows.token_logprobs[batch.learned]),
+            "kl/teacher": sum_and_count_where(batch.learned, self._compute_kl(batch, out.rows)),
+            "cross_entropy": sum_and_count_where(batch.learned, -out.rows.token_logprobs),
             "entropy": sum_and_count(out.metrics["entropy"]),
             "pair/one_to_one": sum_and_count(batch.one_to_one.float()),
             "pair/left_out": sum_and_count(batch.left_out.float()),

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from protos.rows.codec import RowBlock
+from student_trainer.data.device import copy_to_device
 from student_trainer.data.images import image_inputs
 from student_trainer.data.packing import Layout, place_sequences
 from student_trainer.data.sequence import Rollout, TailDraws, TokenSequence
@@ -154,20 +155,20 @@ def make_batch(
     row_line = torch.tensor([line for line, _ in placements]).repeat_interleave(counts)
     row_position = torch.cat(row_positions)
     return Batch(
-        input_ids=ids.to(device),
-        position_ids=positions.to(device) if len(ids) < len(sequences) else None,
-        line=row_line.to(device),
-        position=row_position.to(device),
-        sequence=torch.arange(len(sequences)).repeat_interleave(counts).to(device),
-        token_ids=ids[row_line, row_position].to(device),
+        input_ids=copy_to_device(ids, device),
+        position_ids=copy_to_device(positions, device) if len(ids) < len(sequences) else None,
+        line=copy_to_device(row_line, device),
+        position=copy_to_device(row_position, device),
+        sequence=copy_to_device(torch.arange(len(sequences)).repeat_interleave(counts), device),
+        token_ids=copy_to_device(ids[row_line, row_position], device),
         head_ids=_to_id_tensor(
             [block.head_ids for block in blocks if block.head_ids is not None], device
         ),
         teacher=teacher_rows(blocks, device),
         sample_ids=_join_sample_ids(blocks, device)
         if draws is None
-        else draws.ids.to(device).long(),
-        draw_logprobs=None if draws is None else draws.logprobs.to(device),
+        else copy_to_device(draws.ids, device).long(),
+        draw_logprobs=None if draws is None else copy_to_device(draws.logprobs, device),
         sampling_logprobs=_join_sampling_logprobs(sequences, device),
         sequence_weights=_expand_weights(sequences, counts, device),
         images=_move_to(image_inputs([sequence.images for sequence in sequences], ids), device),
@@ -198,9 +199,9 @@ def _move_to(value: Any, device: torch.device) -> Any:
     """Return a field of a batch on `device`: a tensor, rows, a tuple or a mapping of these."""
     match value:
         case Tensor():
-            return value.to(device)
+            return copy_to_device(value, device)
         case Rows():
-            return value.map(lambda tensor: tensor.to(device))
+            return value.map(lambda tensor: copy_to_device(tensor, device))
         case dict():
             return {name: _move_to(element, device) for name, element in value.items()}
         case tuple():
@@ -231,7 +232,7 @@ def _join_sampling_logprobs(
         for sequence in sequences
         if isinstance(sequence, Rollout)
     ]
-    return torch.cat(logprobs).to(device) if logprobs else None
+    return copy_to_device(torch.cat(logprobs), device) if logprobs else None
 
 
 def _expand_weights(
@@ -240,19 +241,28 @@ def _expand_weights(
     weights = [sequence.weight for sequence in sequences]
     if all(weight == 1 for weight in weights):
         return None
-    return torch.tensor(weights).repeat_interleave(counts).to(device)
+    return copy_to_device(torch.tensor(weights).repeat_interleave(counts), device)
 
 
 def _to_float_tensor(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:
     # Converted on the device: float16 rows are half as many bytes to copy.
-    return torch.from_numpy(np.concatenate(parts)).to(device).float()
+    return copy_to_device(torch.from_numpy(np.concatenate(parts)), device).float()
 
 
 def _to_id_tensor(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts)).to(device).long()
+    return copy_to_device(torch.from_numpy(np.concatenate(parts)), device).long()
 
 
 def sum_and_count(values: Tensor, applies: bool = True) -> Tensor:
     """Return (sum, number) of `values` [N] as a tensor [2]; (0, 0) if not `applies`."""
     values = values if applies else values[:0]
-    return torch.stack([values.sum(), values.new_tensor(len(values))])
+    return torch.stack([values.sum(), values.new_full((), len(values))])
+
+
+def sum_and_count_where(mask: Tensor, values: Tensor) -> Tensor:
+    """Return (sum, number) of `values` [N] where `mask` [N] is True, as a tensor [2].
+
+    Selecting the values by the mask would make the host wait for their number.
+    """
+    selected = torch.where(mask, values, torch.zeros_like(values))
+    return torch.stack([selected.sum(), mask.sum().to(values.dtype)])

@@ -64,6 +64,30 @@ class Method:
     watches: Sequence[Watch] = ()
 
 
+@dataclass(frozen=True)
+class UpdateSums:
+    """The sums of the metrics of an update.
+
+    sums: (sum, number) of each metric in this process, on its device. totals: (sum, number) of the
+    metrics that the host knows, over all processes. weight: the sum of the weights of all answers.
+    """
+
+    sums: Mapping[str, Tensor]
+    totals: Mapping[str, tuple[float, float]]
+    weight: float
+
+    def read_means(self, accelerator: Accelerator, norm: Tensor) -> dict[str, float]:
+        """Collective. Return the mean of each metric over all processes.
+
+        `norm`: of the gradient, a scalar on the device, equal in all processes. The host waits for
+        the device here, once per update.
+        """
+        norm_sum = torch.stack([norm, norm.new_ones(())])
+        totals = sum_over_ranks(accelerator, {**self.sums, "grad_norm": norm_sum})
+        totals["loss"] = (totals["loss"][0], self.weight)
+        return compute_means({**totals, **self.totals})
+
+
 @dataclass(eq=False)
 class Learner:
     """Updates the student, then the anchor, with the sequences of an update.
@@ -86,26 +110,30 @@ class Learner:
 
         Raises Corrupt as `update` does.
         """
-        means, wait_seconds = self.add_gradients(pending)
+        sums, wait_seconds = self.add_gradients(pending)
         learned_at = time.monotonic()
         failpoint("gradients-ready")
-        norm = self.update(step, rate)
+        norm = clip_gradients(self.student, self.config.train.max_grad_norm)
+        means = sums.read_means(self.accelerator, norm)
+        self.update(step, rate, means["grad_norm"])
         is_skipped = self.skipped_updates > 0
         if self.method.anchor is not None and not is_skipped:
             self.method.anchor.after_update()
         seconds = {"time/optim": time.monotonic() - learned_at}
         seconds |= {"time/teacher_wait": wait_seconds} if self.config.teacher_addresses else {}
-        return {**means, "grad_norm": norm, "grad_norm/skipped": float(is_skipped), **seconds}
+        return {**means, "grad_norm/skipped": float(is_skipped), **seconds}
 
-    def add_gradients(self, pending: Sequence[PendingRows]) -> tuple[dict[str, float], float]:
+    def add_gradients(self, pending: Sequence[PendingRows]) -> tuple[UpdateSums, float]:
         """Collective. Add up the gradients of the mean loss over all processes.
 
-        Returns the means of the metrics, and the seconds spent waiting for rows.
+        Returns the sums of the metrics, and the seconds spent waiting for rows. With one process,
+        the host waits for rows, and never for the device.
         """
         flops = torch.tensor([self.efficiency.flops(pending), 0], dtype=torch.float64)
         lengths = sum_over_ranks(self.accelerator, {**count_lengths(pending), "flops": flops})
-        tokens, flops_of_all = lengths["length/mean"][0], lengths.pop("flops")[0]
-        weight_sum = lengths.pop("counted")[0]
+        flops_of_all, weight_sum = lengths.pop("flops")[0], lengths.pop("counted")[0]
+        tokens = lengths["length/mean"][0]
+        totals = {**lengths, "tokens": (tokens, 1.0), "flops": (flops_of_all, 1.0)}
         # DDP and FSDP average gradients over processes; the loss is divided by the global count.
         scale = self.student.gradient_ranks / max(weight_sum, 1.0)
         layout = self.student.full.layout
@@ -130,10 +158,8 @@ class Learner:
                 )
                 if is_own:
                     sums = {name: sums.get(name, 0) + value for name, value in metric_sums.items()}
-        totals = {**sum_over_ranks(self.accelerator, sums), **lengths}
-        totals["loss"] = (totals["loss"][0], max(weight_sum, 1.0))
         self.has_tokens = weight_sum > 0
-        return {**compute_means(totals), "tokens": tokens, "flops": flops_of_all}, wait_seconds
+        return UpdateSums(sums, totals, max(weight_sum, 1.0)), wait_seconds
 
     def _add_batch(self, batch: Batch, scale: float, *, last: bool) -> dict[str, Tensor]:
         """Collective. Compute the loss of a batch, and add `scale` times its gradient to the
@@ -156,8 +182,8 @@ class Learner:
         """Collective. Wait until every rank has the rows of its micro-batch, and return them."""
         return raise_on_all_ranks(self.accelerator, lambda: [item.wait() for item in group])
 
-    def update(self, step: int, rate: float) -> float:
-        """Update the weights, and return the norm of the gradient before clipping.
+    def update(self, step: int, rate: float, norm: float) -> None:
+        """Update the weights. `norm`: of the gradient before clipping.
 
         An update is skipped on all ranks if the gradient is not finite, or if no token is learned
         because all are masked or have weight 0. In RL, a zero gradient counts as an update, because
@@ -165,7 +191,6 @@ class Learner:
         updates in a row.
         """
         set_learning_rate(self.optimizer, rate)
-        norm = clip_gradients(self.student, self.config.train.max_grad_norm)
         is_finite = math.isfinite(norm)
         learns = self.has_tokens and (norm > 0 or self.config.learns_from_zero)
         is_skipped = not (is_finite and learns)
@@ -186,4 +211,3 @@ class Learner:
             )
         if is_skipped and self.accelerator.is_main_process:
             log.warning("step %d: %s; update skipped", step, problem)
-        return norm

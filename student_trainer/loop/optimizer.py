@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 
 from clients.config.tables.common import TrainConfig
 from clients.runs.metrics_file import Point
+from student_trainer.data.device import copy_to_device
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.parallel.shards import full_tensor, local
 
@@ -97,22 +98,24 @@ def warn_of_schedule(train: TrainConfig, max_steps: int, history: Sequence[Point
         )
 
 
-def clip_gradients(student: Replicated | Sharded, max_norm: float) -> float:
+def clip_gradients(student: Replicated | Sharded, max_norm: float) -> Tensor:
     """Collective. Scale the gradients of `student`, in place, to a norm of at most `max_norm`.
 
-    Returns the norm before clipping, over the weights of all processes. With tensor parallelism,
+    Returns the norm before clipping, over the weights of all processes: a scalar on the device, for
+    which the host does not wait. With tensor parallelism,
     gradients of weights that a group does not divide are averaged over its processes first.
     """
     weights = [weight for weight in student.trained.parameters() if weight.grad is not None]
     gradients = [weight.grad for weight in weights if weight.grad is not None]
     if len({gradient.device_mesh for gradient in gradients if isinstance(gradient, DTensor)}) <= 1:
-        return float(full_tensor(clip_grad_norm_(weights, max_norm)))
+        norm = full_tensor(clip_grad_norm_(weights, max_norm))
+        return copy_to_device(norm, student.device)
     # With tensor parallelism there are two meshes, and torch's norm takes gradients of one only.
     assert isinstance(student, Sharded)
     student.average_in_group(gradients)
     norm = _compute_norm(student, gradients)
     clip_grads_with_norm_(weights, max_norm, norm, foreach=False)
-    return float(norm)
+    return norm
 
 
 def _compute_norm(student: Sharded, gradients: Sequence[Tensor]) -> Tensor:

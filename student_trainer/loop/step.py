@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from student_trainer.data.batch import Batch, ScoredSequence
+from student_trainer.data.device import copy_to_device
 from student_trainer.data.packing import Layout
 from student_trainer.data.sequence import Rollout
 from student_trainer.losses import FusedLoss, LossFunction
@@ -27,8 +28,9 @@ class Step:
     """This process's share of a step.
 
     updates: the sequences of each optimizer update, in the order of the updates. metric_sums:
-    metrics as tensors (sum, number), which the trainer sums over all processes; the names must be
-    equal on all ranks. seconds: metrics `time/...` in seconds; only the main process logs them.
+    metrics as tensors (sum, number) on the CPU, which the trainer sums over all processes; the
+    names must be equal on all ranks. seconds: metrics `time/...` in seconds; only the main process
+    logs them.
     """
 
     updates: Sequence[Sequence[PendingRows]]
@@ -86,9 +88,14 @@ def count_lengths(pending: Sequence[PendingRows]) -> dict[str, Tensor]:
 def sum_over_ranks(
     accelerator: Accelerator, sums: Mapping[str, Tensor]
 ) -> dict[str, tuple[float, float]]:
-    """Collective. Return (sum, number) of each metric over all processes."""
-    stacked = torch.stack([value.double().cpu() for value in sums.values()])
-    total = accelerator.reduce(stacked.to(accelerator.device))
+    """Collective. Return (sum, number) of each metric over all processes.
+
+    `sums`: on one device. The host waits for the device once; not at all for sums of a single
+    process on the CPU.
+    """
+    total = torch.stack([value.double() for value in sums.values()])
+    if accelerator.num_processes > 1:
+        total = accelerator.reduce(copy_to_device(total, accelerator.device))
     return {
         name: (metric_sum, metric_count)
         for name, (metric_sum, metric_count) in zip(sums, total.tolist(), strict=True)

@@ -57,7 +57,7 @@ def mismatch(token_logprobs: Tensor, sampling_logprobs: Tensor) -> dict[str, Ten
     log_ratio = token_log_ratio(token_logprobs, sampling_logprobs)
     log_ratio = log_ratio.clamp(max=HIGHEST_LOG_RATIO)
     weights = log_ratio.exp()
-    count = weights.new_tensor(len(weights))
+    count = weights.new_full((), len(weights))
     return {
         "ratio/mean": torch.stack([weights.sum(), count]),
         "ratio/ess": torch.stack([count, weights.square().sum()]),

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from clients.config.on_policy import OnPolicyConfig
-from student_trainer.data.batch import Batch, ScoredSequence, make_batch, sum_and_count
+from student_trainer.data.batch import (
+    Batch,
+    ScoredSequence,
+    make_batch,
+    sum_and_count,
+    sum_and_count_where,
+)
+from student_trainer.data.device import copy_to_device
 from student_trainer.data.packing import Layout
 from student_trainer.losses import (
     Direction,
@@ -186,7 +193,6 @@ def _kl_by_teacher(batch: Batch, kl: Tensor, teachers: Sequence[str]) -> dict[st
         is_scored_by_teacher = torch.tensor(
             [teacher == name for teacher in batch.teachers], dtype=torch.bool
         )
-        sums[f"kl/teacher/{name}"] = sum_and_count(
-            kl[is_scored_by_teacher.to(kl.device)[batch.sequence]]
-        )
+        mask = copy_to_device(is_scored_by_teacher, kl.device)[batch.sequence]
+        sums[f"kl/teacher/{name}"] = sum_and_count_where(mask, kl)
     return sums

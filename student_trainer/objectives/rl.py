@@ -28,6 +28,7 @@ from student_trainer.data.batch import (
     sum_and_count,
     teacher_rows,
 )
+from student_trainer.data.device import copy_to_device
 from student_trainer.data.packing import Layout
 from student_trainer.losses import (
     FusedLoss,
@@ -152,9 +153,9 @@ class RLObjective:
         return RLBatch(
             **vars(make_batch(scored_sequences, device, layout)),
             other_rows=tuple(teacher_rows(blocks, device) for blocks in other_rows),
-            advantages=torch.cat(advantages).to(device),
-            weights=token_weights(lengths, included, self.method.aggregate).to(device),
-            old_logprobs=torch.cat(old_logprobs).to(device) if old_logprobs else None,
+            advantages=copy_to_device(torch.cat(advantages), device),
+            weights=copy_to_device(token_weights(lengths, included, self.method.aggregate), device),
+            old_logprobs=copy_to_device(torch.cat(old_logprobs), device) if old_logprobs else None,
         )
 
     def loss(self, batch: Batch) -> LossFunction:

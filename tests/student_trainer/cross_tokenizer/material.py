@@ -17,6 +17,7 @@ from student_trainer.data.sequence import TokenSequence
 from student_trainer.model.loading import load_model
 from student_trainer.tools.pretrain import make_model, make_tokenizer
 from tests.student_trainer import tiny
+from tests.student_trainer.learning import add_gradients
 from tests.student_trainer.methods.offline_trainer import trainer_of
 
 TEMPERATURE = 1.3
@@ -74,7 +75,7 @@ class FirstUpdate:
     @classmethod
     def of(cls, config: OfflineJob, path: Path) -> FirstUpdate:
         with trainer_of(RunDirectory.create(path, config)) as trainer:
-            means, _ = trainer.learner.add_gradients(trainer.method.steps(1).updates[0])
+            means = add_gradients(trainer, trainer.method.steps(1).updates[0])
             sequences = [item.sequence for item in trainer.method.steps(1).updates[0]]
             model = trainer.student.trained.model
         gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

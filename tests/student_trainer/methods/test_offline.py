@@ -24,6 +24,7 @@ from student_trainer.methods.offline_steps import StoredSteps, read
 from student_trainer.model.loading import load_model
 from tests.clients.data.test_prompt_format import CHARACTERS, PLAIN, TALK
 from tests.student_trainer import tiny
+from tests.student_trainer.learning import add_gradients
 from tests.student_trainer.methods.offline_trainer import trainer_of
 from tests.student_trainer.small_store import Text, block_of, logprobs_of, sums, write_store
 
@@ -39,7 +40,7 @@ def store(material: tiny.Material, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def learn_first_step(trainer: Trainer) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Return means and gradients of the first step."""
-    means, _ = trainer.learner.add_gradients(trainer.method.steps(1).updates[0])
+    means = add_gradients(trainer, trainer.method.steps(1).updates[0])
     model = trainer.student.trained.model
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()

@@ -33,6 +33,7 @@ from student_trainer.rollouts.sampler import Sampler
 from student_trainer.run.metrics import open_metrics
 from student_trainer.teachers.scored_rollouts import ScoredRollouts
 from tests.student_trainer import tiny
+from tests.student_trainer.learning import add_gradients
 from tests.student_trainer.model_teacher import ModelTeacher, completion_logprobs
 
 VOCABULARY = len(tiny.ALPHABET) + 1
@@ -106,7 +107,7 @@ def test_micro_batches_change_nothing(material: tiny.Material, tmp_path: Path, t
     for number, size in enumerate((100_000, tokens)):
         run = new_run(material, tmp_path / str(number), train__tokens_per_micro_batch=size)
         trainer, student, _ = make_trainer(material, run)
-        metrics, _ = trainer.learner.add_gradients(trainer.method.steps(1).updates[0])
+        metrics = add_gradients(trainer, trainer.method.steps(1).updates[0])
         results.append((metrics, gradients(student)))
     (whole_metrics, whole_grads), (cut_metrics, cut_grads) = results
     assert whole_metrics["tokens"] == cut_metrics["tokens"]
@@ -123,7 +124,7 @@ def test_the_gradient_is_that_of_the_mean_kl(material: tiny.Material, tmp_path: 
         material, new_run(material, tmp_path / "run"), top_k=VOCABULARY
     )
     pending = trainer.method.steps(1).updates[0]
-    means, _ = trainer.learner.add_gradients(pending)
+    means = add_gradients(trainer, pending)
     found_gradients = gradients(student)
 
     total = torch.zeros((), dtype=torch.float64)
@@ -155,10 +156,10 @@ def test_a_gradient_that_is_no_number_changes_nothing(
         learn = trainer.learner.add_gradients
 
         def learn_spoiled(items: Any) -> Any:
-            means = learn(items)
+            sums = learn(items)
             if bad is not None:
                 next(student.parameters()).grad.view(-1)[3] = bad  # type: ignore[union-attr]
-            return means
+            return sums
 
         trainer.learner.add_gradients = learn_spoiled  # type: ignore[method-assign]
         try:
@@ -214,7 +215,7 @@ def test_weights_multiply_the_loss_of_their_sequences(
     ]
 
     def learn_items(items: Any) -> tuple[dict[str, float], Tensor]:
-        means, _ = trainer.learner.add_gradients(items)
+        means = add_gradients(trainer, items)
         gradient = torch.cat([p.grad.flatten() for p in student.parameters() if p.grad is not None])
         student.zero_grad()
         return means, gradient

@@ -25,6 +25,7 @@ from student_trainer.data.order import permutation
 from student_trainer.loop.trainer import Trainer, _require_finite
 from tests.clients.data.test_prompt_format import CHARACTERS, MARKED, PLAIN
 from tests.student_trainer import tiny
+from tests.student_trainer.learning import add_gradients
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def trainer_of(path: Path, config: SFTJob) -> Iterator[Trainer]:
 
 def learn_step(trainer: Trainer, step: int = 1) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Return means and gradients of a step."""
-    means, _ = trainer.learner.add_gradients(trainer.method.steps(step).updates[0])
+    means = add_gradients(trainer, trainer.method.steps(step).updates[0])
     model = trainer.student.trained.model
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -340,7 +341,8 @@ def test_a_run_without_an_update_fails(
 ) -> None:
     """Fewer steps than skipped updates are allowed in a row."""
     config = tiny.sft_job(material, max_steps=3, train__max_skipped_updates=10)
-    monkeypatch.setattr("student_trainer.loop.learner.clip_gradients", lambda *_: float("nan"))
+    norm = torch.tensor(math.nan)
+    monkeypatch.setattr("student_trainer.loop.learner.clip_gradients", lambda *_: norm)
     with (
         trainer_of(tmp_path / "run", config) as trainer,
         pytest.raises(Corrupt, match="nothing was learned"),

@@ -104,7 +104,7 @@ def learn(
         for process_batch, _ in batches_of_group:
             out = student(process_batch, loss, 1.3)
             (out.loss_sum * student.gradient_ranks).backward()
-        norms.append(clip_gradients(student, MAX_GRADIENT_NORM))
+        norms.append(float(clip_gradients(student, MAX_GRADIENT_NORM)))
         optimizer.step()
         optimizer.zero_grad()
         anchor.after_update()

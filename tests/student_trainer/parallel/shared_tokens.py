@@ -133,7 +133,7 @@ def learn(
                     loss = {"loss": out.loss_sum.detach()}
                     for key, value in (dict(objective_of_job.metrics(batch, out)) | loss).items():
                         metrics[f"{rank}/{key}"] = value.double()
-        metrics["norm"] = torch.tensor(clip_gradients(student, MAX_GRADIENT_NORM)).double()
+        metrics["norm"] = clip_gradients(student, MAX_GRADIENT_NORM).double()
         optimizer.step()
         optimizer.zero_grad()
     weights = dict(student.trained.model.named_parameters())

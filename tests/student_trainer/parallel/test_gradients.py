@@ -30,7 +30,7 @@ def clip_unequal_copies(out: Path) -> None:
         local(gradients[name]).fill_(3 if rank % 2 else 1)
     for name, weight in weights.items():
         weight.grad = gradients[name]
-    norm = torch.tensor(clip_gradients(student, 1e9))
+    norm = clip_gradients(student, 1e9)
     full_gradients = {name: full_tensor(gradient) for name, gradient in gradients.items()}
     save_file(full_gradients | {"norm": norm}, out / f"{rank}.safetensors")
 
