@@ -66,7 +66,7 @@ test-vllm-short: .venv-vllm/.installed  ## one teacher and one rollout engine wi
 soak: setup  ## repeat fault injection and request fuzzing 15 times as often as `make test-all`; takes an hour
 	DISTILL_REPEATS=300 $(BIN)/pytest -n 2 --timeout 7200 tests/faults tests/teacher_service/serving/test_bad_requests.py
 
-chaos: setup  ## inject faults into a whole installation for MINUTES=30; needs root, and bindfs for hanging directories
+chaos: setup  ## inject faults into a whole installation for MINUTES=30; needs root; bindfs for hanging directories, faketime for another clock
 	$(BIN)/python -m tests.faults.chaos --minutes $(MINUTES) $(CHAOS)
 
 test-ray: setup  ## test captures and jobs on a local Ray cluster; installs Ray, which `make test` does not

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 from moto.server import ThreadedMotoServer
 
+from clients.runs.best_step import best_step
+from clients.runs.directory import RunDirectory
+from clients.runs.metrics_file import read_points
 from protos.rpc.ports import free_ports
 
 BUCKET = "rows"
@@ -90,6 +93,29 @@ class S3Server:
             for name in self.names(prefix)
             if name != "writer"
         }
+
+    def wrong_copies(self, prefix: str, run: RunDirectory) -> list[str]:
+        """Return the files of a finished run whose copies below a prefix are missing or differ.
+
+        The storage must have the metrics, the export, the newest and the best checkpoint.
+        """
+        steps = run.checkpoint_steps()
+        best = best_step(read_points(run.metrics), steps)
+        assert best is not None
+        folders = [run.export, run.checkpoint(steps[-1]), run.checkpoint(best)]
+        paths = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+        names = {str(path.relative_to(run.path)): path for path in [run.metrics, *paths]}
+        return [
+            name
+            for name, path in names.items()
+            if self._read_or_none(f"{prefix}/{name}") != path.read_bytes()
+        ]
+
+    def _read_or_none(self, path: str) -> bytes | None:
+        try:
+            return self.read(path)
+        except FileNotFoundError:
+            return None
 
     def _post(self, path: str, body: bytes) -> None:
         kind = {"Content-Type": "text/plain"}

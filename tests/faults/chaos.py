@@ -1,38 +1,28 @@
 """Injects faults into a whole installation for some minutes, and checks that no job notices.
 
-    python -m tests.faults.chaos --minutes 30 [--seed 0] [--every 10]
+    python -m tests.faults.chaos --minutes 30 [--seed 0] [--every 10] [--only KIND,KIND]
 
-One server, two teachers, a Redis and twelve jobs of three methods. Every few seconds one fault: a
-process is killed or asked to end, both teachers are away, the database's disk is full, the run
-directories do not answer, Redis is frozen, a trainer is stopped for a while, or a second server
-with a database of its own is started on the run directories. A supervisor starts server, teachers
-and Redis again, as systemd would; nobody helps a job. At the end every job must have SUCCEEDED,
-with each event once and with the weights of an undisturbed run, and no second server has started.
+One server, two teachers, two rollout engines, a Redis, an object storage and twelve jobs of three
+methods; some jobs sample with the engines, and some copy their checkpoints to the storage. Every
+few seconds one fault of `chaos_faults.py`. A supervisor starts all services again, as systemd
+would; nobody helps a job. At the end every job must have SUCCEEDED, with each event once, with the
+weights of an undisturbed run and with complete copies, and no second server has started.
 
-It needs root, for a small disk (tmpfs), and bindfs, for directories that stop answering; without
-bindfs this one fault is left out.
+It needs root, for a small disk (tmpfs). Faults that need another program are left out without it.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import re
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import psutil
 
 from clients.config.kinds import AnyJob
 from clients.jobs.client import DistillClient
@@ -40,6 +30,7 @@ from clients.jobs.job import TERMINAL, JobState
 from clients.runs.directory import RunDirectory
 from protos.errors import DistillError
 from tests.end_to_end.processes import metrics_of, weights
+from tests.faults.chaos_faults import KINDS, Chaos, impossible_kinds
 from tests.faults.installation import Installation, run_installation, until
 from tests.small_disk import why_not
 from tests.student_trainer.tiny import curve
@@ -47,142 +38,42 @@ from tests.student_trainer.tiny import curve
 if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
-STEPS = {"on_policy": 400, "rl": 60, "offline": 400}
-FULL_SECONDS = HUNG_SECONDS = FROZEN_SECONDS = STOPPED_SECONDS = 15.0
-# The first server runs, or its supervisor has not restarted it yet.
-REFUSAL = re.compile(rb"another server uses|belongs to another job database")
+STEPS = {"on_policy": 200, "rl": 40, "offline": 200}
+# The kinds of the jobs, repeatedly: both jobs with engines run from the start.
+ORDER = ("engines", "copies", "engines", "on_policy", "rl", "offline")
 # After the last fault, every job must end within this time.
 END_SECONDS = 1200.0
 
 
-@dataclass
-class Chaos:
-    """The faults. Each method returns when its fault is over."""
+def configs_of(installation: Installation, material: Material, store: Path) -> dict[str, AnyJob]:
+    """Return the jobs by kind. Their patience is seconds: the server handles longer outages.
 
-    installation: Installation
-    random: random.Random
-    away_seconds: float
-    report: Callable[[str], None] = print
-    counts: Counter[str] = field(default_factory=Counter)
-    problems: list[str] = field(default_factory=list)
-    _active_faults: dict[str, threading.Thread] = field(default_factory=dict)
-
-    def inject(self) -> None:
-        """Start a random fault that is not active, in a thread; different faults may overlap."""
-        faults = [
-            *[self.kill_trainer, self.kill_service] * 3,
-            *(self.teachers_away, self.disk_full, self.redis_frozen),
-            *(self.trainer_stopped, self.second_server),
-        ]
-        if self.installation.hung is not None:
-            faults.append(self.directories_hung)
-        self._active_faults = {
-            name: thread for name, thread in self._active_faults.items() if thread.is_alive()
-        }
-        fault = self.random.choice(
-            [candidate for candidate in faults if candidate.__name__ not in self._active_faults]
-        )
-        self._active_faults[fault.__name__] = thread = threading.Thread(target=fault)
-        thread.start()
-
-    def finish(self) -> None:
-        """Wait until all started faults are over."""
-        for thread in self._active_faults.values():
-            thread.join()
-
-    def kill_trainer(self) -> None:
-        if victims := self.installation.trainers():
-            victim, signum = self.random.choice(victims), self._signal()
-            with suppress(psutil.Error):
-                shim = any("shim" in word for word in victim.cmdline())
-                victim.send_signal(signum)
-                self._tell(f"{signum.name} to {'a shim' if shim else 'a trainer'}")
-
-    def kill_service(self) -> None:
-        victim = self.random.choice(
-            [self.installation.server, *self.installation.teachers, self.installation.redis]
-        )
-        signum = self._signal()
-        victim.process.send_signal(signum)
-        self._tell(f"{signum.name} to {victim.name.rstrip('12')}")
-
-    def teachers_away(self) -> None:
-        self._tell("both teachers away")
-        first_teacher, second_teacher = self.installation.teachers
-        thread = threading.Thread(target=first_teacher.away, args=[self.away_seconds])
-        thread.start()
-        second_teacher.away(self.away_seconds)
-        thread.join()
-
-    def disk_full(self) -> None:
-        self._tell("database disk full")
-        ballast = self.installation.disk / "ballast"
-        with suppress(OSError), ballast.open("wb", buffering=0) as file:
-            while True:
-                file.write(bytes(4096))
-        time.sleep(FULL_SECONDS)
-        ballast.unlink()
-
-    def redis_frozen(self) -> None:
-        self._tell("Redis frozen")
-        self._freeze(self.installation.redis.process, FROZEN_SECONDS)
-
-    def trainer_stopped(self) -> None:
-        """Stop one process of an attempt, which may be its shim, and continue it later."""
-        if victims := self.installation.trainers():
-            self._tell("trainer stopped")
-            victim = self.random.choice(victims)
-            with suppress(psutil.Error):
-                victim.suspend()
-                time.sleep(STOPPED_SECONDS)
-                victim.resume()
-
-    def second_server(self) -> None:
-        """Start a server with another database; the directories belong to the first database."""
-        self._tell("second server")
-        with tempfile.TemporaryDirectory() as directory:
-            command = [sys.executable, "-m", "distill_server", "--port", "0"]
-            command += ["--runs", str(self.installation.runs)]
-            command += ["--database", str(Path(directory) / "other.db")]
-            # A hung directory delays the refusal.
-            second = subprocess.run(command, capture_output=True, timeout=END_SECONDS)
-        if second.returncode == 0 or REFUSAL.search(second.stderr) is None:
-            self.problems.append(f"a second server was not refused: {second.stderr!r}")
-
-    def directories_hung(self) -> None:
-        self._tell("run directories hung")
-        assert self.installation.hung is not None
-        self._freeze(self.installation.hung, HUNG_SECONDS)
-
-    def _freeze(self, process: subprocess.Popen[bytes], seconds: float) -> None:
-        process.send_signal(signal.SIGSTOP)
-        time.sleep(seconds)
-        process.send_signal(signal.SIGCONT)
-
-    def _signal(self) -> signal.Signals:
-        return self.random.choice([signal.SIGKILL, signal.SIGTERM])
-
-    def _tell(self, fault: str) -> None:
-        self.counts[fault] += 1
-        self.report(fault)
-
-
-def jobs_of(root: Path, material: Material, store: Path, teachers: list[str]) -> list[AnyJob]:
-    """One job of each method. Their patience is seconds: the server handles longer outages."""
+    Two engines divide the answers of a step, so they round otherwise than one batch.
+    """
     from tests.student_trainer.tiny import job, offline_job, rl_job
 
+    teachers: Any = [teacher.address for teacher in installation.teachers]
     intervals: dict[str, Any] = {"checkpoint__every": 20, "eval__every": 50}
-    return [
-        job(
-            material,
-            teachers,  # type: ignore[arg-type]
+    rl: dict[str, Any] = {"max_steps": STEPS["rl"], "checkpoint__every": 5, "eval__every": 20}
+    engines = {
+        "rollouts__address": [engine.address for engine in installation.engines],
+        "rollouts__patience_seconds": 10,
+    }
+    storage = installation.storage
+    copies = {} if storage is None else {"checkpoint__copy_to": storage.url}
+    offline = {"max_steps": STEPS["offline"], **intervals}
+    return {
+        "on_policy": job(
+            *(material, teachers),
             max_steps=STEPS["on_policy"],
             teacher__patience_seconds=5,
             **intervals,
         ),
-        rl_job(material, max_steps=STEPS["rl"], checkpoint__every=5, eval__every=20),
-        offline_job(material, store, max_steps=STEPS["offline"], **intervals),
-    ]
+        "rl": rl_job(material, **rl),
+        "engines": rl_job(material, **rl, **engines),
+        "offline": offline_job(material, store, **offline),
+        "copies": offline_job(material, store, **offline, **copies),
+    }
 
 
 def capture_rows(root: Path, material: Material) -> Path:
@@ -223,6 +114,7 @@ def run(
     fault_interval: float = 10.0,
     away_seconds: float = 90.0,
     jobs_at_once: int = 12,
+    only: Sequence[str] | None = None,
 ) -> None:
     """Inject faults into jobs. Raises AssertionError if one differs from undisturbed runs."""
     from tests.student_trainer.tiny import save_material
@@ -239,20 +131,28 @@ def run(
         run_installation(root, material) as installation,
         DistillClient(installation.address, timeout=20) as client,
     ):
-        kinds = jobs_of(root, material, store, installation.teacher_addresses)
-        say("undisturbed runs, one of each method")
-        undisturbed_ids = [
-            retry_until_answered(lambda kind=kind: client.submit(kind)).id for kind in kinds
-        ]
-        undisturbed = [
-            _wait_for_success(installation, client, job_id) for job_id in undisturbed_ids
-        ]
+        configs = configs_of(installation, material, store)
+        impossible = impossible_kinds(installation)
+        for kind, need in impossible.items():
+            say(f"{kind} is left out: it needs {need}")
+        kinds = [kind for kind in only or KINDS if kind not in impossible]
+        say("undisturbed runs, one of each kind")
+        undisturbed_ids = {
+            kind: retry_until_answered(lambda config=config: client.submit(config)).id
+            for kind, config in configs.items()
+            if kind != "copies"
+        }
+        undisturbed = {
+            kind: _wait_for_success(installation, client, job_id)
+            for kind, job_id in undisturbed_ids.items()
+        }
+        undisturbed["copies"] = undisturbed["offline"]
         say("the faults begin")
-        chaos = Chaos(installation, random.Random(seed), away_seconds, say)
-        jobs: dict[str, int] = {}
+        chaos = Chaos(installation, random.Random(seed), away_seconds, kinds, say)
+        jobs: dict[str, str] = {}
         deadline = time.monotonic() + 60 * minutes
         submitter = threading.Thread(
-            target=_keep_busy, args=[client, kinds, jobs, jobs_at_once, deadline]
+            target=_keep_busy, args=[client, configs, jobs, jobs_at_once, deadline]
         )
         submitter.start()
         while time.monotonic() < deadline:
@@ -278,8 +178,8 @@ def run(
 
 def _keep_busy(
     client: DistillClient,
-    kinds: Sequence[AnyJob],
-    jobs: dict[str, int],
+    configs: Mapping[str, AnyJob],
+    jobs: dict[str, str],
     max_active: int,
     deadline: float,
 ) -> None:
@@ -292,8 +192,10 @@ def _keep_busy(
             states = {job.id: job.state for job in client.list()}
             if sum(states.get(job_id) not in TERMINAL for job_id in jobs) < max_active:
                 number = len(jobs)
-                job = client.submit(kinds[number % 3], idempotency_key=f"{number}")
-                jobs[job.id] = number % 3
+                kind, name = ORDER[number % len(ORDER)], f"job-{number}"
+                # Each job has copies of its own.
+                config = configs[kind].model_copy(update={"name": name})
+                jobs[client.submit(config, idempotency_key=name).id] = kind
                 continue
         time.sleep(0.5)
 
@@ -333,7 +235,20 @@ def _differences(
         problems.append(f"{job_id}: metrics differ from the undisturbed run's")
     if weights(run_directory) != weights(model):
         problems.append(f"{job_id}: weights differ from the undisturbed run's")
+    config = run_directory.config()
+    if installation.storage is not None and config.checkpoint.copy_to is not None:
+        wrong_copies = installation.storage.server.wrong_copies(
+            f"runs/{config.name}", run_directory
+        )
+        problems += [f"{job_id}: the copy of {name} differs" for name in wrong_copies]
     return problems
+
+
+def _parse_kinds(text: str) -> list[str]:
+    kinds = text.split(",")
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise argparse.ArgumentTypeError(f"no such kind: {', '.join(unknown)}")
+    return kinds
 
 
 def main() -> None:
@@ -343,6 +258,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=float, default=10.0, help="seconds between faults")
     parser.add_argument("--away", type=float, default=90.0, help="seconds without a teacher")
+    parser.add_argument("--only", type=_parse_kinds, help=f"of {', '.join(KINDS)}")
     parser.add_argument("--jobs", type=int, default=12, help="jobs at the same time")
     arguments = parser.parse_args()
     if reason := why_not():
@@ -354,6 +270,7 @@ def main() -> None:
         fault_interval=arguments.every,
         away_seconds=arguments.away,
         jobs_at_once=arguments.jobs,
+        only=arguments.only,
     )
 
 

@@ -24,6 +24,7 @@ class Toxics:
     reset_after_bytes: a connection is reset (RST) after so many bytes.
     timeout_seconds: a connection is closed after this time.
     blackhole: data is dropped silently.
+    silent: data, ends and resets of connections are held back until this is over.
     """
 
     latency_seconds: float = 0.0
@@ -33,17 +34,18 @@ class Toxics:
     reset_after_bytes: int | None = None
     timeout_seconds: float | None = None
     blackhole: bool = False
+    silent: bool = False
 
 
 class FaultProxy:
     """Listens on a free port of loopback and forwards to `target` (HOST:PORT).
 
-    `toxics` may be replaced at any time and applies at once, also to open connections.
+    `toxics` may be replaced at any time and applies at once, also to open connections. `target` may
+    be replaced too, and applies to new connections.
     """
 
     def __init__(self, target: str, toxics: Toxics = Toxics()) -> None:
-        host, _, port = target.rpartition(":")
-        self._target = (host, int(port))
+        self.target = target
         self.toxics = toxics
         self.connections = 0
         self.carried_bytes = 0  # in both directions
@@ -66,15 +68,31 @@ class FaultProxy:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
         asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
 
-    async def _close(self) -> None:
-        self._server.close()
+    def reset_connections(self) -> None:
+        """Reset all open connections."""
+        self._loop.call_soon_threadsafe(self._cancel_tasks)
+
+    async def wait_while_silent(self) -> None:
+        """Wait while the network is silent."""
+        while self.toxics.silent:
+            await asyncio.sleep(0.05)
+
+    def _cancel_tasks(self) -> None:
         for task in self._tasks:
             task.cancel()
+
+    async def _close(self) -> None:
+        self.toxics = Toxics()
+        self._server.close()
+        self._cancel_tasks()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -86,7 +104,7 @@ class FaultProxy:
     async def _serve(self, connection: _Connection) -> None:
         try:
             with suppress(OSError, TimeoutError):
-                await connection.carry(*self._target)
+                await connection.carry()
         finally:
             connection.abort()
 
@@ -102,8 +120,10 @@ class _Connection:
         self._writers = [writer]
         self._carried_bytes = 0
 
-    async def carry(self, host: str, port: int) -> None:
-        reader, writer = await asyncio.open_connection(host, port)
+    async def carry(self) -> None:
+        await self._proxy.wait_while_silent()
+        host, _, port = self._proxy.target.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
         self._writers.append(writer)
         async with asyncio.timeout(self._proxy.toxics.timeout_seconds):
             pumps = [
@@ -126,10 +146,17 @@ class _Connection:
             writer.transport.abort()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forward one direction until its end or a reset, with latency and limited bandwidth."""
+        """Forward one direction until its end or a reset, with the proxy's toxics."""
+        try:
+            await self._forward(reader, writer)
+        finally:
+            await self._proxy.wait_while_silent()
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         loop = asyncio.get_running_loop()
         due = loop.time()
         while data := await reader.read(min(_READ_BYTES, self._proxy.toxics.slice_bytes)):
+            await self._proxy.wait_while_silent()
             toxics = self._proxy.toxics
             if toxics.blackhole:
                 continue
