@@ -67,7 +67,7 @@ def main() -> int:
 def _detect_lost_process(attempt: Callable[[], Verdict]) -> Verdict:
     """Return the result of `attempt()`.
 
-    Raises AttemptDied if `attempt` fails because another process died.
+    Raises AttemptDied if `attempt` fails because another process died or does not answer.
     """
     try:
         return attempt()
@@ -76,7 +76,8 @@ def _detect_lost_process(attempt: Callable[[], Verdict]) -> Verdict:
 
         if is_lost_process_error(error):
             fault = str(error).partition(". ")[0]
-            raise AttemptDied(f"another process of the trainer has died: {fault}") from error
+            end = "not answered" if "timed out" in fault.lower() else "died"
+            raise AttemptDied(f"another process of the trainer has {end}: {fault}") from error
         raise
 
 
