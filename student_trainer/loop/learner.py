@@ -87,6 +87,12 @@ class UpdateSums:
         totals["loss"] = (totals["loss"][0], self.weight)
         return compute_means({**totals, **self.totals})
 
+    def list_ranks_not_finite(self, accelerator: Accelerator) -> list[int]:
+        """Collective. Return the ranks whose own loss is not finite."""
+        is_finite = self.sums["loss"].isfinite().all().int().reshape(1)
+        flags = accelerator.gather(is_finite).tolist()
+        return [rank for rank, flag in enumerate(flags) if not flag]
+
 
 @dataclass(eq=False)
 class Learner:
@@ -113,9 +119,11 @@ class Learner:
         sums, wait_seconds = self.add_gradients(pending)
         learned_at = time.monotonic()
         failpoint("gradients-ready")
-        norm = clip_gradients(self.student, self.config.train.max_grad_norm)
-        means = sums.read_means(self.accelerator, norm)
-        self.update(step, rate, means["grad_norm"])
+        max_norm = self.config.train.max_grad_norm
+        means = sums.read_means(self.accelerator, clip_gradients(self.student, max_norm))
+        norm = means["grad_norm"]
+        ranks = [] if math.isfinite(norm) else sums.list_ranks_not_finite(self.accelerator)
+        self.update(step, rate, norm, ranks)
         is_skipped = self.skipped_updates > 0
         if self.method.anchor is not None and not is_skipped:
             self.method.anchor.after_update()
@@ -182,8 +190,9 @@ class Learner:
         """Collective. Wait until every rank has the rows of its micro-batch, and return them."""
         return raise_on_all_ranks(self.accelerator, lambda: [item.wait() for item in group])
 
-    def update(self, step: int, rate: float, norm: float) -> None:
-        """Update the weights. `norm`: of the gradient before clipping.
+    def update(self, step: int, rate: float, norm: float, ranks: Sequence[int] = ()) -> None:
+        """Update the weights. `norm`: of the gradient before clipping. `ranks`: those whose loss is
+        not finite, for the error.
 
         An update is skipped on all ranks if the gradient is not finite, or if no token is learned
         because all are masked or have weight 0. In RL, a zero gradient counts as an update, because
@@ -202,6 +211,8 @@ class Learner:
         remedy = "check masks and weights: distill preview shows which tokens are learned"
         if not is_finite:
             problem, field = "the gradient is not finite", "train.learning_rate"
+            if ranks and self.accelerator.num_processes > 1:
+                problem += f": the loss is not finite on rank {', '.join(map(str, ranks))}"
             remedy = "lower the learning rate and resume from the checkpoint before this step"
         if self.skipped_updates > self.config.train.max_skipped_updates:
             raise Corrupt(

@@ -1,8 +1,9 @@
-"""Faults of one of two trainer processes: it is frozen, slow or cut off."""
+"""Faults of one of two trainer processes: it is frozen, slow, cut off, or computes no numbers."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import time
@@ -17,8 +18,9 @@ import pytest
 
 from clients.jobs.job import JobState
 from clients.runs.directory import RunDirectory
-from distill_server.jobs.verdict import DeadAttempt, verdict_of
+from distill_server.jobs.verdict import DeadAttempt, JobEnded, verdict_of
 from distill_server.runners.interface import Exited
+from protos.errors import ErrorCode
 from protos.rpc.ports import free_ports
 from tests.end_to_end.conftest import Once
 from tests.end_to_end.forked_trainer import finish, train
@@ -190,3 +192,30 @@ def test_a_slow_process_changes_nothing(
         assert process.wait() == 0, process.log
     assert curve(metrics_of(run)) == curve(metrics_of(pair))
     assert weights(run) == weights(pair)
+
+
+def spoil() -> None:
+    from student_trainer.objectives import cross_entropy
+
+    cross_entropy._cross_entropy = lambda rows, index: rows.token_logprobs * math.nan
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_losses_of_one_process_that_are_no_numbers(
+    rank: int, material: Material, tmp_path: Path
+) -> None:
+    run = pair_run(tmp_path / "run", material, train__max_skipped_updates=1)
+    with ranks(run, rank, spoil) as processes:
+        codes = [exit_code(process, run) for process in processes]
+    status = run.read_status()
+    assert status is not None
+    assert codes[0] == codes[1] != 0
+    assert status.code == ErrorCode.DATA_LOSS.value
+    assert f"step {FAULT_STEP + 1}: the gradient is not finite" in status.reason
+    assert f"the loss is not finite on rank {rank};" in status.reason
+    errors = [
+        line for line in run.log_file(1).read_text().splitlines() if line.startswith("error: ")
+    ]
+    assert len(errors) == 2
+    assert errors[0] == errors[1]
+    assert isinstance(verdict_of(JobState.RUNNING, FAULT_STEP, status, Exited(codes[0])), JobEnded)
