@@ -2,8 +2,9 @@
 
     python -m tests.touched BASE
 
-prints them on one line; nothing where only documents have changed. `make test-touched` runs what
-`make test` leaves out of these folders.
+prints them on one line, with the tests that type the commands of a changed walk-through; nothing
+where only other documents have changed. `make test-touched` runs what `make test` leaves out of
+these folders.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ ROOT = Path(__file__).parents[1]
 CODE = ("benchmarks", "clients", "deploy", "distill_server", "protos", "student_trainer")
 CODE += ("teacher_service", "tests")
 SHARED = PurePath("tests")
+WALK_THROUGH = PurePath("tests/end_to_end/test_walk_through.py")
+WALK_THROUGH_PAGES = ("docs/getting-started.md", "docs/your-data.md")
 
 
 def touched_folders(changed: Iterable[str]) -> list[str]:
@@ -24,6 +27,8 @@ def touched_folders(changed: Iterable[str]) -> list[str]:
     folders = set()
     for name in changed:
         path = PurePath(name)
+        if name in WALK_THROUGH_PAGES:
+            folders.add(WALK_THROUGH)
         is_code = path.parts[0] in CODE and len(path.parts) > 1
         if not is_code or path.suffix == ".md" or path.is_relative_to("benchmarks/results"):
             continue

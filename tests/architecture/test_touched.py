@@ -17,7 +17,8 @@ from tests.touched import touched_folders
         (["protos/teacher.proto", "benchmarks/results/loss.json"], ["tests/protos"]),
         (["distill_server/dashboard/static/app.js"], ["tests/distill_server/dashboard"]),
         (["tests/conftest.py", "clients/data/records.py"], ["tests"]),
-        (["Makefile", "mkdocs.yml"], []),
+        (["docs/your-data.md"], ["tests/end_to_end/test_walk_through.py"]),
+        (["Makefile", "mkdocs.yml", "docs/jobs.md"], []),
     ],
 )
 def test_touched_folders(changed: list[str], folders: list[str]) -> None:

@@ -12,6 +12,7 @@ from benchmarks.search import benchmark as search
 from benchmarks.search.material import make_tokenizer
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_python")
 def test_the_quick_benchmark(tmp_path: Path) -> None:
     out, work = tmp_path / "search.json", tmp_path / "work"

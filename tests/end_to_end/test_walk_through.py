@@ -200,6 +200,7 @@ def test_everything_typed_is_answered_as_shown(
     assert not any(directory.glob("runs/on-policy-*")), "refused runs leave nothing"
 
 
+@pytest.mark.slow
 def test_a_chat_data_set_becomes_a_served_student(make_server: MakeServer, tmp_path: Path) -> None:
     """`test_the_servers_start_as_shown` runs the command that starts the job server."""
     assert CHAT_SERVER.commands == SERVERS.commands[1:]

@@ -147,7 +147,7 @@ def start(path: Path) -> subprocess.Popen[str]:
 
 def test_it_is_killed_while_it_is_made(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    data = write(path, RECORDS * 30)
+    data = write(path, RECORDS * 5)
     process = start(path)
     cache = record_cache.records_directory()
     while process.poll() is None and not list(cache.glob("*/records.arrow.tmp")):
@@ -157,7 +157,7 @@ def test_it_is_killed_while_it_is_made(tmp_path: Path) -> None:
     assert process.returncode == -signal.SIGKILL
     assert list(cache.glob("*/records.arrow.tmp"))
     records = open_records(data, [])
-    assert [record for _, record in records] == RECORDS * 30
+    assert [record for _, record in records] == RECORDS * 5
     assert not list(cache.glob("*/*.tmp"))
 
 

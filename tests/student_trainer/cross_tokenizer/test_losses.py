@@ -317,6 +317,7 @@ def minimize_loss(form: str) -> float:
     return float((log_p.exp() * cost).sum().detach())
 
 
+@pytest.mark.slow
 def test_where_the_forms_lead() -> None:
     """The word form nearly reaches the minimum, the chunk form does not."""
     minima = {form: minimize_loss(form) for form in ("answer", "word", "chunk")}

@@ -83,7 +83,7 @@ def test_passes_equal_plain_torch(dtype, curve, vocab):
 @pytest.mark.parametrize("width", [1.0, pytest.param(30.0, marks=pytest.mark.slow)])
 def test_the_cap_of_the_kernel_is_tanh(width):
     """With full precision near 0 and where it saturates; chunks of one id per row."""
-    size = torch.logspace(-6, 3, 500, device=DEVICE)
+    size = torch.logspace(-6, 3, 120, device=DEVICE)
     products = torch.cat([-size, torch.zeros(1, device=DEVICE), size])[:, None]
     top, _, _ = softmax_triton.tail_statistics(products, LogitCurve(width, 30.0))
     exact = 30 * torch.tanh(products[:, 0].double() / width)
