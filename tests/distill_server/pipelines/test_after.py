@@ -127,6 +127,33 @@ def test_what_cannot_start_ends_and_is_resumed_behind_the_first(
         assert stored_job(server, job).state is JobState.SUCCEEDED
 
 
+def test_a_failed_job_is_replaced_in_its_pipeline(server: SmallServer) -> None:
+    """The file is sent again without the jobs that have SUCCEEDED, and with another job 2."""
+    student = {"model": "@2/export"}
+    first_job, failed_job, cancelled_job = submit(
+        server,
+        make_job("1"),
+        make_job("2", after=["1"]),
+        make_job("3", student=student),
+    )
+    server.look()
+    end_job(server, first_job)
+    end_job(server, failed_job, "failed")
+    server.look()
+    assert stored_job(server, cancelled_job).state is JobState.CANCELLED
+    new_job, last_job = submit(
+        server, make_job("2", after=["1"], max_steps=5), make_job("3", student=student)
+    )
+    server.look()
+    (server.runs / new_job.id / "export").mkdir()
+    end_job(server, new_job)
+    end_job(server, last_job)
+    assert stored_job(server, last_job).state is JobState.SUCCEEDED
+    config = RunDirectory(server.runs / last_job.id).config()
+    assert config.student is not None
+    assert config.student.model == str(server.runs / new_job.id / "export")
+
+
 def test_outputs_become_paths_when_the_job_starts(server: SmallServer) -> None:
     capture_job, warm_job, last_job = submit(
         server,
