@@ -31,6 +31,7 @@ SMALLER = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not QUESTIONS.is_file(), reason="needs GSM8K beside the checkout (../shared)")
 def test_distil_on_real_questions(tmp_path: Path) -> None:
     """Run the commands of docs/operations.md with the changes of SMALLER."""
@@ -69,7 +70,7 @@ def run_script(script: str, directory: Path) -> str:
             start_new_session=True,
         )
     try:
-        code = process.wait(400)
+        code = process.wait()
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
