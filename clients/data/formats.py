@@ -257,13 +257,21 @@ def _lines_start(stream: BinaryIO, path: str, field: str) -> tuple[list[Record],
 
 def _refuse_object(record: Record, path: str, field: str) -> None:
     """Raise InvalidInput if the only record of a .json file is an object that holds the records."""
-    match list(record.items()):
-        case [(key, [{} as first, *_])] if not first.keys() & {"role", "from"}:
-            raise InvalidInput(
-                f"{path} is one object, whose key {key!r} holds the records",
-                field=field,
-                hint="write the array of this key alone, such as with jq .KEY",
-            )
+    if len(record) == 1 and (key := list_key(record)):
+        raise InvalidInput(
+            f"{path} is one object, whose key {key!r} holds the records",
+            field=field,
+            hint="write the array of this key alone, such as with jq .KEY",
+        )
+
+
+def list_key(record: Record) -> str | None:
+    """Return the first key that holds a list of objects which are no messages; None without one."""
+    for key, value in record.items():
+        match value:
+            case [{} as first, *_] if not first.keys() & {"role", "from"}:
+                return key
+    return None
 
 
 @contextmanager

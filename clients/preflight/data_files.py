@@ -16,6 +16,7 @@ from clients.config.tables.job import JobConfig
 from clients.data.formats import (
     exists_here,
     files_of,
+    list_key,
     read_start,
     suffix_of,
     unknown_format_error,
@@ -73,18 +74,27 @@ def _check_records(data_file: DataFile, columns: Sequence[str], records: Records
                 f"{data_file.path} has no column {column!r}; the data has the"
                 f" column{'s' * (len(columns) > 1)} {', '.join(columns)}",
                 field=key,
-                hint=_column_hint(key, column, data_file.field),
+                hint=_column_hint(key, column, data_file, records),
             )
     if data_file.prompts is not None:
         _check_prompts(data_file, data_file.prompts, records)
 
 
-def _column_hint(key: str, column: str, file_key: str) -> str:
+def _column_hint(key: str, column: str, data_file: DataFile, records: Records) -> str:
+    if (
+        suffix_of(data_file.path) == ".json"
+        and len(records) == 1
+        and (name := list_key(records[0]))
+    ):
+        return (
+            f"if {name!r} holds the records, write the array of this key alone, such as with jq"
+            f" .{name}"
+        )
     if key.endswith(".context"):
         return "set the key to one of these columns"
     return (
         f"rename a column to {column!r}"
-        if key == file_key
+        if key == data_file.field
         else f"set {key} to one of these columns"
     )
 

@@ -91,6 +91,12 @@ REFUSED = {
         "[[1]]",
         "d.json",
     ),
+    "object with the records": Case(
+        "data.prompt_column: d.json has no column 'prompt'; the data has the columns version, rows;"
+        " if 'rows' holds the records, write the array of this key alone, such as with jq .rows",
+        json.dumps({"version": 1, "rows": [{"prompt": "x"}]}),
+        "d.json",
+    ),
     "no object": Case("data.path: d.jsonl:1 is not a JSON object; each line", '"prompt"\n'),
     "csv": Case(
         "data.path: d.csv:3 has 2 values, but the first line names 1 columns; write a value with",
