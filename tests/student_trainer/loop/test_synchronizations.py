@@ -1,4 +1,8 @@
-"""An update waits for the GPU once: to read its metrics and the norm of its gradient."""
+"""An update of one process waits for the GPU once: to read its metrics and the gradient's norm.
+
+transformers also waits once per micro-batch (`ALLOWED`). Updates of several processes have
+collectives that wait, and are not covered.
+"""
 
 from __future__ import annotations
 
