@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 _ATTEMPTS = 4  # requests until the client gives up
 _MAX_BYTES = 64 << 20
 _FIELD = "environment.retriever"
-# Metadata services of AWS and Alibaba with credentials, besides the link-local 169.254.169.254.
-_METADATA_ADDRESSES = ("fd00:ec2::254", "100.100.100.200")
+# Metadata services of AWS, Google and Alibaba with credentials, besides 169.254.169.254.
+_METADATA_ADDRESSES = ("fd00:ec2::254", "fd20:ce::254", "100.100.100.200")
 
 
 class _BadResponse(Exception):

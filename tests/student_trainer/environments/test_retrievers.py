@@ -189,6 +189,7 @@ def test_a_server_that_drips_bytes_is_given_up(
         "[::ffff:169.254.169.254]",
         "[fe80::1]:8000",
         "[fd00:ec2::254]",
+        "[fd20:ce::254]",
         "100.100.100.200",
     ],
 )
