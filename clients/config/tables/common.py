@@ -219,12 +219,12 @@ class TrainConfig(FittedTable):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients with a larger norm are scaled down to this norm."""
     max_skipped_updates: Annotated[int, Field(ge=0)] = 3
-    """Maximum consecutive updates skipped because of a non-finite gradient; one more fails the job.
+    """Maximum consecutive skipped updates (gradient not finite, no token); one more fails the job.
     """
     prompts_per_step: Count = 32
     """Prompts (or stored sequences) per step, over all processes. Unset: a tenth at most."""
     tokens_per_micro_batch: Count = 16384
-    """Padded tokens per forward pass. It changes memory use, not results."""
+    """Padded tokens per forward pass. It changes memory use, and results only by rounding."""
     processes: Count = 1
     """Number of processes, started by `accelerate launch`."""
     sharding: Literal["none", "fsdp2"] = "none"

@@ -90,7 +90,7 @@ class JobConfig(Table):
     name: Annotated[str, Field(min_length=1, max_length=200)] = "distill"
     """Display name; the job id is derived from it."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Seed of all random numbers: equal seeds give equal weights on the same machine."""
+    """Seed of all random numbers. On one CPU, equal seeds and rows give equal weights."""
     resources: ResourcesConfig = ResourcesConfig()
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
     """Priority in a server's queue: higher first, then in order of submission."""
