@@ -225,6 +225,7 @@ def _copy_run(source: Path, path: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     try:
         shutil.copytree(source, partial, symlinks=True)
+        partial.chmod(0o700)  # as a new run directory, whatever the mode of the source
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

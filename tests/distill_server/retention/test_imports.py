@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -266,12 +267,14 @@ def test_a_repaired_directory_is_read_again(tmp_path: Path) -> None:
     broken_run.write_status(Status(attempt=2, verdict="failed", reason="mended", step=3))
     later_run.write_status(Status(attempt=1, verdict="succeeded", step=5))
     later_run.metrics.write_text('{"attempt": 1, "step": 5, "loss": 1.0}\n')
+    later_run.path.chmod(0o755)
     process = run_import(runs, source)
     assert sorted(process.stdout.splitlines()) == [
         "taken    broken: FAILED 3/5",
         "taken    later: SUCCEEDED 5/5",
     ]
     assert (runs / "later" / "metrics.jsonl").read_bytes() == later_run.metrics.read_bytes()
+    assert stat.S_IMODE((runs / "later").stat().st_mode) == 0o700, "for its owner only"
     with open_database(runs / "server.sqlite") as connection:
         assert connection.execute("SELECT count(*) FROM removals").fetchone()[0] == 0
 
