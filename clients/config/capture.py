@@ -97,7 +97,7 @@ class CaptureConfig(FittedTable):
     shard: Annotated[str, Field(pattern=r"^\d{1,6}/\d{1,6}$")] = "0/1"
     """`i/n`: capture part i (from 0) of n; `distill store merge` joins the stores of all parts."""
     shard_bytes: Annotated[int, Field(ge=1, le=1 << 30)] = 64 << 20
-    """Maximum size of one file; a killed capture loses one file. Small captures have 16 small
+    """Bytes after which a file ends; a killed capture loses one file. Small captures have 16 small
     files.
     """
     ray: RayConfig | None = None
