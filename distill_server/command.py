@@ -157,7 +157,7 @@ def _import_runs(runs: Path, database: Path, source: Path) -> None:
 
     outcomes: Counter[str] = Counter()
     runs.mkdir(parents=True, exist_ok=True)
-    # The runs of a lost database become jobs of this one.
+    # The runs of a lost database become jobs of this database.
     take_over = source.resolve() == runs.resolve()
     with (
         open_database(database) as connection,

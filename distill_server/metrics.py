@@ -101,7 +101,7 @@ class _DiskSpace:
     """Free and total space of the file system of the run directories.
 
     A thread reads the space for the next scrape, because a network file system may not answer. If
-    it does not answer, there are no samples.
+    the file system does not answer, there are no samples.
     """
 
     def __init__(self, runs: Path, files: RunFiles) -> None:

@@ -109,7 +109,7 @@ class Scheduler:
         self._awake.set()
 
     async def run(self) -> None:
-        """Schedule jobs until the task is cancelled. Trainers keep running after that."""
+        """Schedule jobs until the task is cancelled. Trainers continue to run."""
         try:
             while True:
                 self._awake.clear()
@@ -125,11 +125,12 @@ class Scheduler:
             await self._end_tasks()
 
     async def stop_trainers(self, grace: float) -> None:
-        """Start no more jobs, and request a checkpoint and its end from each trainer.
+        """Start no more jobs, and request each trainer to write a checkpoint and to end.
 
         Returns when all trainers have ended and their jobs are queued again, or after `grace`
-        seconds. `run` must be running. A trainer that needs longer keeps the request; when it ends,
-        or dies with the server's container, the next server continues its job.
+        seconds. `run` must be running. A trainer that needs longer than `grace` still follows the
+        request. When the trainer ends, or dies with the server's container, the next server
+        continues its job.
         """
         self._is_stopping = True
         self.wake()

@@ -66,12 +66,12 @@ async def run_server(
     """Serve the jobs under `runs` until SIGTERM or SIGINT.
 
     Trainers keep running, and the next server on the same directory follows them. With
-    `stop_grace`, they are given that many seconds to write a checkpoint and end. `on_ready` is
+    `stop_grace`, the trainers have this many seconds to write a checkpoint and end. `on_ready` is
     called with the port once the server listens. `metrics` is the (host, port) of the metrics page,
     `database` defaults to server.sqlite in `runs`. `on_end` is called for ended jobs. Jobs are
-    removed `keep_days` days after their end; None means never.
-    Raises WrongState if another server uses the database or `runs`, or if `runs` belongs to another
-    database; InvalidInput if the port is taken or `runs` cannot be a directory.
+    removed `keep_days` days after their end; None means never. Raises WrongState if another server
+    uses the database or `runs`, or if `runs` belongs to another database; InvalidInput if the port
+    is taken or `runs` cannot be a directory.
     """
     require_counted_gpus(endpoint.tokens.quotas, policy.machine.gpus is not None)
     runs, notifier = _create_directory(runs), ChangeNotifier()

@@ -137,7 +137,7 @@ class CaptureJob(JobConfig):
 
     program = "teacher_service.capture"
     preview_program = "teacher_service.capture.preview"
-    max_steps: ClassVar[int] = 0  # it counts sequences, and their number depends on the data
+    max_steps: ClassVar[int] = 0  # counts sequences: known only with the data
     data: CaptureData
     method: CaptureConfig
     teacher: CaptureTeacher = CaptureTeacher()

@@ -58,7 +58,7 @@ class EvalJob(JobConfig):
 
     program = "student_trainer.exam.job"
     preview_program = ""
-    max_steps: ClassVar[int] = 0  # it counts answers, and their number depends on the data
+    max_steps: ClassVar[int] = 0  # counts answers: known only with the data
     student: EvaluatedModel
     method: EvalMethod
     reward: RewardConfig

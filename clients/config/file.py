@@ -83,8 +83,8 @@ class _Draft:
 def load_job(path: Path | str, overrides: Sequence[str] = ()) -> JobFile:
     """Read a job file, apply `KEY=VALUE` overrides, and validate the job.
 
-    Raises InvalidInput that lists all problems, each with the line of its key, or if the file has
-    several jobs.
+    Raises InvalidInput if the file has several jobs, or if the job has problems; the message lists
+    all problems, each with the line of its key.
     """
     files = load_jobs(path, overrides)
     if len(files) > 1:

@@ -31,7 +31,8 @@ from clients.data.prompt_format import PromptFormat
 
 # One literal: a union of two has two messages for one wrong value.
 OnPolicyTail = Literal[Tail, "bucket+teacher_samples"]
-# Head ids with 48 ids from the tail, the best split of 64 (docs/draws.md), and without tail ids.
+# Default number of head ids: 16 with 48 draws from the tail (the best split of 64 ids, see
+# docs/draws.md), 64 without draws.
 TOP_K_WITH_DRAWS, TOP_K_WITHOUT_DRAWS = 16, 64
 
 
@@ -104,7 +105,7 @@ class OnPolicyJob(TrainingJob):
     """An on-policy job. Three lines are enough: student.model, teacher.address, data.path."""
 
     samples = True
-    aligns_tokens: ClassVar[bool] = True  # those of another tokenizer, by bytes
+    aligns_tokens: ClassVar[bool] = True  # tokens of another tokenizer
     data: DataConfig
     teacher: OnPolicyTeacher = OnPolicyTeacher()
     teachers: dict[Name, Address] = {}  # noqa: RUF012 (pydantic copies it)

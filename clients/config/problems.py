@@ -16,7 +16,7 @@ from clients.config.lines import KeyPath
 from clients.config.on_policy import OnPolicyJob
 from clients.data.object_urls import redact_place
 
-# The keys for what other trainers call by names that resemble no key.
+# Names of settings in other trainers that resemble no key of this project, with the key.
 _KEYS_BY_FOREIGN_NAME: Mapping[str, KeyPath] = {
     "lr": ("train", "learning_rate"),
     "batch_size": ("train", "prompts_per_step"),

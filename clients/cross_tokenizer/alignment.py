@@ -33,12 +33,13 @@ class Alignment:
     """The alignment of an answer of n writer tokens with the T reader tokens of its text.
 
     reader_ids [T] int32: the reader's encoding, with its end token if the answer has ended. chunk,
-    word [n], reader_chunk, reader_word [T] int64: indices of each token's chunk and word,
-    ascending. An end token is its own chunk and word, and so is each token that the reader does not
-    read. canonical [n] bool: the writer's encoding of the whole text has this token at this
-    position. read [n] bool: tokens of the text that the reader reads, and the end; these are the
-    first tokens of the answer. settled [n], reader_settled [T] bool: tokens that cannot change if a
-    text without an end continues. one_to_one [n], reader_one_to_one [T] bool: tokens that equal one
+    word [n], reader_chunk, reader_word [T] int64: the index of each token's chunk or word,
+    ascending. The module docstring defines chunks and words. An end token is a chunk and a word,
+    and so is each token that the reader does not read. canonical [n] bool: the writer's encoding of
+    the whole text has this token at this position. read [n] bool: tokens of the text that the
+    reader reads, and the end token; they are the first tokens of the answer. settled [n],
+    reader_settled [T] bool: tokens that stay the same if the text continues; of a text that has
+    ended, all tokens. one_to_one [n], reader_one_to_one [T] bool: tokens with the bytes of one
     token of the other tokenizer. data: the bytes of the text. stopped: a special token follows the
     read tokens; this token ends the text but not the answer.
     """
@@ -72,8 +73,8 @@ class Aligner:
 
         `ids` [n]: the tokens of the answer. `has_end`: the last token is the writer's end token.
         The text stops before a special token, and before an incomplete character at the end of an
-        answer without an end token. None: no text is left then, or the reader's normalization
-        changes the text (NFC).
+        answer without an end token. The result is None if the remaining text is empty, or if the
+        reader's normalization (NFC) changes the text.
         """
         text_length = len(ids) - has_end
         special = np.flatnonzero(self.writer.lengths[ids[:text_length]] == 0)

@@ -28,7 +28,7 @@ _INVALID_BYTES = re.compile(
     "([\udc80-\udcff]+)"
 )  # bytes of invalid UTF-8, as surrogateescape encodes them
 _SPACE = "\u2581"  # SentencePiece writes a space as this character
-# Parts of decoders with which a token stands for the same text at every position.
+# Decoder components with which a token has the same text at every position.
 _CONTEXT_FREE_DECODERS = {
     "ByteLevel",
     "ByteFallback",

@@ -35,8 +35,8 @@ def fit_columns(
     that equal their defaults are left out. Empty if the job sets the column of its prompts, or if
     the columns are not conventional.
 
-    Raises InvalidInput if the records have several readings, if the data sets of the job have
-    different ones, or if another key of the job does not suit the reading.
+    Raises InvalidInput if the records can be read in several ways, if the data sets of the job have
+    different layouts, or if another key of the job does not suit the layout.
     """
     data = getattr(job, "data", None)
     if not isinstance(data, PromptKeys) or data.model_fields_set & {*PROMPT_KEYS}:

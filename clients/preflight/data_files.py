@@ -123,7 +123,7 @@ def _expected_columns(data_file: DataFile) -> Columns:
 def _check_prompts(data_file: DataFile, prompts: PromptFormat, records: Records) -> None:
     """Raise InvalidInput if the first records are wrong: conversations, weights, images, answers.
 
-    A record without the column is not refused here.
+    A record without the column of a check is accepted by this function.
     """
     path, weight_column = data_file.path, data_file.weight_column
     messages_column, learns_answers = prompts.messages_column, data_file.learns_answers

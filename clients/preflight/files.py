@@ -37,7 +37,7 @@ from clients.preflight.rollouts import check_gpus
 from clients.store.captured_store import captured_stores
 from protos.errors import InvalidInput
 
-# Keys whose files other programs read too, which make no copies of what is at a URL.
+# Keys whose files are also read by programs that cannot download from a URL.
 _ON_DISK = frozenset(
     {"teacher.model", "teacher.tokenizer", "data.tokenizer", "data.image_folder", "reward.file"}
 )

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 class Limits:
     """Values for keys that a job does not set, by key, and the reason for each; often empty.
 
-    The last of several columns has the reason for all of them.
+    If several columns were recognised, the last column has the reason for all columns.
     """
 
     values: Mapping[str, int | str] = field(default_factory=dict)
@@ -167,7 +167,7 @@ def check_lengths(config: JobConfig, reader: str, context: int | None) -> None:
     for key, size in sizes.items():
         room = context - (total - size)
         others = [other for other in keys if other != key]
-        if others and not is_set(config, others[0]):  # it then shrinks by itself
+        if others and not is_set(config, others[0]):  # the other key is fitted
             room = context - min(sizes[others[0]], context // 2)
         if room > 0 and room < size:
             remedies.append(f"{key} to at most {room}")

@@ -15,9 +15,9 @@ from clients.data.records import DataSet
 from clients.store.record_cache import BYTES_PER_RECORD, is_hashed, records_directory
 from protos.errors import DistillError
 
-# Bytes of texts for each byte of a file, as is usual.
+# Typical bytes of text for each byte of a data file.
 _EXPANSIONS = {".gz": 4.0, ".zst": 4.0, ".parquet": 3.0}
-# Of a process, for each record: its state, its row, and its place in the order of two epochs.
+# Bytes in each process for each record: its state, its row, its place in the order of two epochs.
 _MEMORY_PER_RECORD = 1 + 4 * 4
 
 
@@ -27,7 +27,7 @@ class RecordsEstimate:
 
     records: their number. epoch_records: those of `data.path`. copy_bytes: size of the copies that
     no earlier job has made. free_bytes: free space of the disk of `directory`, where the copies
-    are. memory_bytes: of each process, with the copies.
+    are. memory_bytes: memory of each process if the copies exist.
     """
 
     records: int

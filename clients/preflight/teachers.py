@@ -119,13 +119,14 @@ def check_capture(teacher: TeacherLimits, job: CaptureJob) -> None:
     _check_temperature(teacher, "teacher", job.method.temperature)
     if job.teacher.top_k > teacher.max_top_k:
         raise InvalidInput(
-            f"{job.teacher.top_k} is more than this teacher returns ({teacher.max_top_k})",
+            f"{job.teacher.top_k} head ids are more than this teacher returns"
+            f" ({teacher.max_top_k})",
             field="teacher.top_k",
             hint=f"lower the value to {teacher.max_top_k}",
         )
     if job.method.tail_samples > teacher.max_tail_samples:
         raise InvalidInput(
-            f"{job.method.tail_samples} is more than this teacher draws"
+            f"{job.method.tail_samples} tail samples are more than this teacher draws"
             f" ({teacher.max_tail_samples})",
             field="method.tail_samples",
             hint=f"lower the value to {teacher.max_tail_samples}",
@@ -179,7 +180,8 @@ def _check_ids(info: TeacherInfo, label: str, request: RowRequest) -> None:
         return
     if not max_ids:
         raise InvalidInput(
-            f"the {label} scores its own likeliest ids only, and reverse_kl needs the student's",
+            f"the {label} scores only its own most likely ids, but reverse_kl needs the"
+            " student's ids",
             field="method.divergence",
             hint=f"{request.teacher_head}, or a server that scores chosen ids",
         )
@@ -233,7 +235,7 @@ def _check_live_teacher(info: TeacherInfo, label: str, store: CapturedStore) -> 
 def _check_head(info: TeacherInfo, label: str, top_k: int, field: str, hint: str) -> None:
     if top_k > info.max_top_k:
         raise InvalidInput(
-            f"{top_k} is more than the {label} returns ({info.max_top_k})",
+            f"{top_k} head ids are more than the {label} returns ({info.max_top_k})",
             field=field,
             hint=hint,
         )

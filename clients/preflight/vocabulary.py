@@ -51,7 +51,7 @@ def common_ids(student_logits: int, teacher_logits: int, label: str, tokens: Seq
 def other_tokenizer(difference: str, label: str) -> WrongState:
     """Return the error for a teacher whose tokenizer differs from the student's."""
     hint = f"use a student with the {label}'s tokenizer"
-    if label == "teacher":  # one of several (they have names) must share the tokenizer
+    if label == "teacher":  # a named teacher needs this tokenizer
         hint += ", or set teacher.tokenizer = 'auto' in an on_policy or rl job"
     return WrongState(difference, field="student.model", hint=hint)
 

@@ -355,7 +355,7 @@ class TeacherClient:
         fault = fault_of(error, lane.name)
         if not isinstance(fault, Unavailable | TimedOut):
             return fault
-        if sent_fault(error):  # it loads its model, or stops
+        if sent_fault(error):  # the teacher loads its model or stops
             return TeacherNotReady(
                 f"the {lane.name} answers: {fault.message}", field=self._field, hint=fault.hint
             )

@@ -118,8 +118,8 @@ class Pages:
     def _grpc_address(self, request: Request) -> str:
         """Return the gRPC address for users.
 
-        If the server listens on a loopback address, this is that address. Otherwise the host is the
-        host name in the user's request.
+        If the server listens on a loopback address, the result is that address. Otherwise the
+        result has the host name of the user's request.
         """
         if is_loopback(self.endpoint.host):
             return self.endpoint.address(self.grpc_port)

@@ -26,7 +26,7 @@ from protos.errors import DistillError
 
 _PAGE_EVENTS = 200
 _SECONDS_BETWEEN_QUERIES = 1.0
-# The largest number of points for the steps before the page was opened, for jobs of any length.
+# Maximum number of points that a chart gets for the steps before the page was opened.
 _MAX_POINTS = 1500
 _HEARTBEAT_SECONDS = 15.0
 
@@ -99,7 +99,7 @@ class Turns:
 async def list_messages(
     notifier: ChangeNotifier, turns: Turns, query: Callable[[], Any]
 ) -> Messages:
-    """Yield `page` messages: the result of `query`, each time that it has changed.
+    """Yield the result of `query` as a `page` message, first at once and then after each change.
 
     Running jobs change with every step, so queries are at least a second apart. The stream ends
     only when the server stops.
@@ -116,7 +116,7 @@ async def list_messages(
 
 
 async def log_messages(pieces: AsyncIterator[LogPiece]) -> Messages:
-    """Yield `text` messages with id ATTEMPT:OFFSET, and `over` at the end of the attempt."""
+    """Yield the log as `text` messages with id ATTEMPT:OFFSET; `over` is the last message."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     async for piece in pieces:
         text = decoder.decode(piece.data)

@@ -76,7 +76,7 @@ class DashboardGate:
             scope["caller"] = self._tokens.caller_in(Headers(scope=scope).items())
         except DistillError as fault:
             headers = Headers(scope=scope)
-            # The page asks without a token before its user enters one.
+            # Before the user enters a token, the page sends requests without a token.
             if scope["method"] not in _READ_METHODS or "authorization" in headers:
                 action = f"{scope['method']} {scope['path'][:_MAX_PATH_CHARS]}"
                 client = scope.get("client") or ("", 0)

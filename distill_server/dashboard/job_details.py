@@ -46,7 +46,7 @@ def _build_record(store: JobStore, job: Job, number: int) -> dict[str, Any]:
     def find_first_seq(condition: Callable[[JobEvent], bool]) -> int:
         """Return the first `seq` for which `condition` is true, or else the last `seq` + 1.
 
-        Bisection can find it, because attempts and their states never go back to earlier values.
+        Bisection is valid because the attempt, and the state within an attempt, only move forward.
         """
         seqs = range(1, job.last_seq + 1)
         return 1 + bisect.bisect_left(seqs, True, key=lambda seq: condition(read_event(seq)))
@@ -134,7 +134,8 @@ def samples_of(run: RunDirectory, step: int) -> list[dict[str, Any]]:
 def preview_in(run: RunDirectory) -> dict[str, Any] | None:
     """Return the preview as a JSON record; None if there is no valid preview.
 
-    For a larger preview, which an earlier version wrote, the record has only a warning.
+    If the file is larger than `MAX_BYTES` (an earlier version wrote such files), the record has
+    only a warning.
     """
     try:
         document = _read_start(run.preview, MAX_BYTES + 1)

@@ -80,7 +80,7 @@ class Places:
 
     @cached_property
     def _next_job_id(self) -> str:
-        """Return the first job that is not passed over; "" if it is not among the first 100."""
+        """Return the first job that no job can overtake; "" if it is not among the first 100."""
         for job_id in self._queue[:_MAX_READ]:
             if not self._is_passed_over(self._store.job(job_id)):
                 return job_id

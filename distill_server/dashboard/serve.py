@@ -58,9 +58,9 @@ class Dashboard:
     ) -> AsyncIterator[Callable[[int], None]]:
         """Serve the dashboard within the block.
 
-        Yields the function to call with the port of the gRPC server, once it is bound. Raises
-        InvalidInput if the port is taken, or if other machines can reach the address without tokens
-        and TLS (unless the endpoint is `insecure`).
+        Yields a function. When the gRPC server has bound its port, call this function with the
+        port. Raises InvalidInput if the port is taken, or if other machines can reach the address
+        without tokens and TLS (unless the endpoint is `insecure`).
         """
         endpoint.require_usable()
         pages = Pages(

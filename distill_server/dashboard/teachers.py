@@ -26,7 +26,7 @@ from protos.rpc.channel import TEACHER_TOKEN, open_channel
 from protos.rpc.statuses import fault_of
 
 _ANSWER_SECONDS = 2.0
-# At most one request to a teacher in this time, however many users view the page.
+# A teacher gets at most one request in this many seconds, for any number of viewers.
 _FRESH_SECONDS = 2.0
 _MAX_TEACHERS = 32
 _ACTIVE = (JobState.PREPARING, JobState.RUNNING, JobState.CANCELLING)
@@ -40,8 +40,8 @@ class Teachers:
         self._store = store
         self._started_teachers = started_teachers
         self._lock = asyncio.Lock()
-        # Not the event loop's default threads, which read files for clients and must not wait for
-        # teachers that do not answer.
+        # A separate pool: the event loop's default threads read files for clients, and must not
+        # wait for teachers that do not answer.
         self._threads = ThreadPoolExecutor(_MAX_TEACHERS, "teachers")
         self._records: list[dict[str, Any]] = []
         self._records_at = -_FRESH_SECONDS

@@ -73,7 +73,7 @@ class JobControl:
     ) -> None:
         """`wake` is called when the scheduler has work. `preflight` runs before a job is queued.
 
-        If `let_wait` is None, a job whose teacher is unreachable or loads is refused.
+        If `let_wait` is None, a job is refused while its teacher is unreachable or loads its model.
         `stop_trainer` sends SIGTERM to an attempt whose request to stop cannot be written. If more
         than `max_queued` jobs would be queued, `submit` and `resume` raise Overloaded.
         """
@@ -113,15 +113,16 @@ class JobControl:
     async def submit_all(self, requests: Sequence[Submission], owner: str = "") -> list[Job]:
         """Run the preflight of all jobs, then queue all of them for `owner`, or none.
 
-        Keys that were used before return their jobs without a preflight. A job may depend on jobs
-        before it in `requests`. Raises InvalidInput, WrongState, NotFound, Overloaded or the
-        preflight's DistillError; after an error no job is queued.
+        If the idempotency keys were used before, the result is the jobs of their first use, without
+        a preflight. A job may depend on earlier jobs of `requests`. Raises InvalidInput,
+        WrongState, NotFound, Overloaded or the preflight's DistillError; after an error no job is
+        queued.
         """
         configs = [self._parse_submission(*request) for request in requests]
         if known_jobs := self._find_known_jobs(configs, requests):
             return known_jobs
         problems = await self._check_jobs(configs)
-        # The preflight awaits: another request may have used the key or filled the queue meanwhile.
+        # During the preflight, another request may have used the key or filled the queue.
         return self._find_known_jobs(configs, requests) or self._queue_jobs(
             configs, requests, owner, problems
         )
@@ -239,7 +240,7 @@ class JobControl:
         return config
 
     async def _check_jobs(self, configs: Sequence[AnyJob]) -> list[DistillError | None]:
-        """Check jobs; return the reason of each job to wait for its teacher, or None."""
+        """Check jobs. Return for each job why it must wait for its teacher, or None to start it."""
         if len(configs) > MAX_SUBMITTED_JOBS:
             raise InvalidInput(
                 f"{len(configs)} jobs in one call; the limit is {MAX_SUBMITTED_JOBS}",
@@ -315,9 +316,9 @@ class JobControl:
             )
         ]
         try:
-            # Create the directories first: every acknowledged job must have one. They get the ids
-            # as names when the jobs are stored, so a server that is killed before leaves none that
-            # looks like the directory of a job.
+            # Create the directories first, because every acknowledged job must have a directory. A
+            # directory gets the id of its job as its name after the job is stored. So a server that
+            # is killed before that leaves no directory with the name of a job.
             for new_job, (_, text, _) in zip(new_jobs, requests, strict=True):
                 # The text of a file with several jobs is sent with the first job only.
                 self._create_run(new_job.id, new_job.config, text or requests[0][1])

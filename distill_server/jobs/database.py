@@ -311,8 +311,8 @@ def _selecting_steps(rows: Sequence[sqlite3.Row], interval: int) -> set[int | No
 def _exceed(step_by_seq: Mapping[int, int]) -> list[int]:
     """Return the seqs to delete, so that at most OLDER are left.
 
-    Of a step that several attempts made, the newest is left; and of all steps, the multiples of the
-    least power of two.
+    If several attempts made a step, only the newest event of the step is left. Only steps that are
+    multiples of the smallest sufficient power of two are left.
     """
     if len(step_by_seq) <= OLDER:
         return []

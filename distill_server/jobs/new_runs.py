@@ -1,7 +1,7 @@
 """Directories of runs whose jobs are about to be stored: RUNS/.new-ID, renamed to RUNS/ID.
 
-A server that is killed before it stores the job leaves the first name, and the next server deletes
-the directory. A directory RUNS/ID without a job is the directory of a user, for an import.
+A server that is killed before it stores the job leaves a directory RUNS/.new-ID, which the next
+server deletes. A directory RUNS/ID without a job is the directory of a user, for an import.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def unnamed_run(runs: Path, job_id: str) -> Path:
 
 
 def name_run(runs: Path, job_id: str) -> None:
-    """Rename the directory of a stored job. A failure is logged: the start creates a directory."""
+    """Rename the directory of a stored job. If that fails, the job's start creates a directory."""
     try:
         unnamed_run(runs, job_id).rename(runs / job_id)
     except OSError as error:

@@ -208,7 +208,7 @@ class JobPreflight:
         # A store at a URL is read only by the job's program, with the credentials of a trainer.
         if not config.has_remote_store:
             check_teachers(config, infos)
-        # The trainer checks whether another tokenizer can be used.
+        # If the teacher may have another tokenizer, the trainer compares the two tokenizers.
         if config.trained_student is None or config.other_tokenizer:
             return
         student = Path(config.trained_student.model)

@@ -67,7 +67,7 @@ class NewJob:
     names in the job file. In `config`, the server has replaced these names by job ids. An empty
     `key` means no idempotency key. `dependencies` are the ids of the jobs that must succeed before
     this job starts. `owner` is the owner of the token that submitted the job. `waits_for` is the
-    key of a teacher that is unreachable or loads, or "".
+    key of a teacher that is unreachable or still loads its model; "" if the job need not wait.
     """
 
     id: str
@@ -84,8 +84,8 @@ class JobFilter:
     """Selects jobs in one of the states (none: any), of an owner ("": any), with all of the labels.
 
     `before`: only jobs that ended or, if they have not ended, were submitted by this Unix time.
-    Every word of `search` must be in the id, name, state, owner or labels; ASCII letters match in
-    both cases.
+    Every word of `search` must be in the id, name, state, owner or labels; the case of ASCII
+    letters is ignored.
     """
 
     search: str = ""

@@ -118,7 +118,7 @@ class JobStore:
     def find(self, text: str) -> Job:
         """Return the job with this id or else the newest job with this name.
 
-        If there is neither, the result is that of `resolve`.
+        If there is no such job, return or raise what `resolve` does.
         """
         row = self._db.execute(
             "SELECT * FROM jobs WHERE id = :text OR name = :text"

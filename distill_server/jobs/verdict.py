@@ -23,9 +23,9 @@ class Policy:
     - give_up_after: time without a new step after which a waiting job is FAILED.
     - linger: time from the end of a teacher's last job to the end of the teacher.
     - lease: time without a server and without trainers after which a teacher ends by itself.
-    - cancel_grace: time from a cancel to the kill of the trainer, for its checkpoint; and besides
-      twice the time of the job's last step.
-    - cancel_now_grace: the same time for a cancel without a checkpoint.
+    - cancel_grace: time for the last checkpoint of a cancelled job. The trainer is killed after
+      this time plus twice the duration of the job's last step.
+    - cancel_now_grace: time from a cancel without a checkpoint to the kill of the trainer.
     - poll_every: pause between two polls.
     """
 
@@ -75,7 +75,7 @@ def verdict_of(
 ) -> JobEnded | DeadAttempt:
     """Judge an ended attempt of a job in `state` by the trainer's last status and its exit.
 
-    `step`, and `stop`, the request in control.json, appear in the reason only.
+    `step` and `stop` (the request in control.json) change only the text of the reason.
     """
     is_blameless_loss = isinstance(outcome, Lost) and outcome.blameless
     is_cancelling = state is JobState.CANCELLING

@@ -83,7 +83,8 @@ class Waits:
     def begin_at_submit(self, job: Job, problem: DistillError) -> Job:
         """Begin the wait of a new job for a teacher that cannot be used yet; return the job.
 
-        If the phase cannot be written, the job waits without it, because it is already queued.
+        If the job's phase cannot be written, the job waits with its old phase: the job is already
+        queued.
         """
         wait = self._waits[job.id] = self._create_wait(self._store.attempt(job), 0.0)
         try:
@@ -148,7 +149,8 @@ class Waits:
     async def _find_problem(self, job: Job, waits_for: str) -> DistillError | None:
         """Return why the job must wait; None if the job can start.
 
-        The result is also None for a problem that the trainer reports. `waits_for`: of the attempt.
+        The result is also None for a problem that waiting cannot solve: the trainer reports such a
+        problem. `waits_for`: the field of the attempt.
         """
         try:
             config = parse_config(job.config_json)
@@ -173,7 +175,7 @@ class Waits:
             self._store.change(job.id, Change(JobState.FAILED, reason=reason, phase=""))
             del self._waits[job.id]
         else:
-            if not isinstance(problem, TeacherNotReady):  # its percentage changes at each try
+            if not isinstance(problem, TeacherNotReady):  # keep the pause: users see the progress
                 wait.pause = min(self._longest_pause, 2 * wait.pause)
             wait.next_at = time.monotonic() + wait.pause
             if job.phase != (phase := _format_phase(wait, problem.message)):

@@ -43,7 +43,7 @@ class Audit:
     """Appends to the audit log at `path`; None: no log. Call all methods on the event loop."""
 
     def __init__(self, path: Path | None, tokens: Tokens | None = None) -> None:
-        """`tokens` are those of the server, for the names of callers that were refused."""
+        """`tokens` are the server's tokens, which give the names of refused callers."""
         self._path = path
         self._tokens = tokens or Tokens()
         self.refusals: Counter[str] = Counter()  # by error code
@@ -77,7 +77,8 @@ class Audit:
     def record_refusal(self, action: str, metadata: Any, peer: str, error: DistillError) -> None:
         """Write a line for a call that was refused for its token, at most 60 lines a minute.
 
-        `metadata`: the headers of the call. A line after refusals without lines has their number.
+        `metadata`: the headers of the call. The line after refusals that were not logged contains
+        the number of these refusals.
         """
         self.refusals[error.code.value] += 1
         now = time.monotonic()
@@ -191,7 +192,7 @@ def audited_stream(method: _StreamMethod[_Reply]) -> _StreamMethod[_Reply]:
 def _entry_of(
     service: Service, action: str, request: Any, context: Any
 ) -> AbstractContextManager[Entry]:
-    # By its id, also if the call is refused: "@last" is another job tomorrow.
+    # Log the id of the job, also if the call is refused: "@last" may later mean another job.
     names = [service.job_id_of(text) for text in _collect_names(request)]
     return service.audit.entry(action, service.caller(context), context.peer(), *names)
 

@@ -18,7 +18,7 @@ from protos.errors import InvalidInput, NotFound, WrongState
 
 # Returns the job that has the given name or id; raises NotFound or InvalidInput.
 FindJob: TypeAlias = Callable[[str], Job]
-# Of models that are exports of jobs whose students are exports.
+# Maximum length of a chain of jobs in which each student is the export of the next job.
 _MAX_DEPTH = 100
 _WITH_ARTICLE = {"store": "a store", "export": "an export"}
 
@@ -84,9 +84,10 @@ def link_job(configs: Sequence[AnyJob], ids: Sequence[str], index: int, find: Fi
 def with_known_models(config: AnyJob, configs: Sequence[AnyJob], find: FindJob) -> AnyJob | None:
     """Return the job with the student of job J in place of `@J/export`, for checks of the job.
 
-    The export has the vocabulary and the sizes of J's student, which is itself followed to a model
-    that exists. `configs` are the jobs of the submission. None: the job reads a store, or a model
-    whose student is not known. Raises the errors of `find`.
+    The export has the vocabulary and the sizes of J's student. If J's student is also an export,
+    the replacement is repeated until the student is a model that exists. `configs` are the jobs of
+    the submission. Returns None if the job reads a store, or the export of a job without a known
+    student. Raises the errors of `find`.
     """
     for output in outputs_in(config):
         student, depth = str(output), 0

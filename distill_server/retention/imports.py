@@ -51,7 +51,8 @@ class ImportResult:
     - `name`: name of the directory
     - `outcome`: "taken" if the import added a job, "known" if the server already has a job with
       this id, or "refused"
-    - `about`: state of the job, with its steps if the import added it; reason of a refusal
+    - `about`: state of the job, and its number of steps if the import added the job; for a refused
+      directory, the reason
     """
 
     name: str

@@ -56,7 +56,7 @@ class Keeper:
             cutoff = self._now() - self._keep_days * _SECONDS_OF_A_DAY
             while job_ids := self._removals.list_expired(cutoff, _PAGE):
                 for job_id in job_ids:
-                    # WrongState: meanwhile a job was submitted that depends on it.
+                    # WrongState: a job that depends on this job was submitted meanwhile.
                     entry = self._audit.entry("RemoveJob", None, "", job_id)
                     with contextlib.suppress(WrongState), entry:
                         self._removals.remove(job_id)

@@ -43,9 +43,10 @@ async def read_pieces(
     """Yield the pieces of all files under `root`, sorted by name within each directory.
 
     `entry_names`, if not empty, selects entries directly under `root`. All reads are made with
-    `files`. `begin`: start with this file at this byte; its last piece is sent in any case. Raises
-    WrongState if there is a symbolic link, NotFound if a file vanishes, Corrupt if
-    a file changes while it is read, Unavailable if the directory does not answer.
+    `files`. `begin` is (path, offset): start with this file at this byte. The last piece of this
+    file is sent even if the offset is the end of the file. Raises WrongState if there is a symbolic
+    link, NotFound if a file vanishes, Corrupt if a file changes while it is read, Unavailable if
+    the directory does not answer.
     """
     files = files or RunFiles()
     try:

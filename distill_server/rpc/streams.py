@@ -38,8 +38,8 @@ class LogPiece:
 class Streams:
     """Streams events from the store and logs from the run directories.
 
-    Both streams raise Unavailable if they wait when the server stops. The stream of a log also
-    raises Unavailable if the run directory does not answer.
+    Both streams raise Unavailable if the server stops while the stream waits. The stream of a log
+    also raises Unavailable if the run directory does not answer.
     """
 
     def __init__(

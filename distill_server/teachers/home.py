@@ -104,7 +104,7 @@ def write_record(home: RunDirectory, record: Record) -> None:
 
 
 def renew_lease(home: RunDirectory) -> None:
-    """Tell the teacher that a server polls it; errors are ignored: the next poll does it again."""
+    """Touch the lease of the teacher. Errors are ignored, because each poll renews the lease."""
     with contextlib.suppress(OSError):
         (home.path / LEASE_FILE).touch()
 

@@ -49,7 +49,7 @@ class TeacherAwaited:
 
 @dataclass(frozen=True)
 class NoRoomForTeacher:
-    """The machine has too little for the job and its teacher. `phase` is the job's new phase."""
+    """The free resources do not suffice for job and teacher. `phase` is the job's new phase."""
 
     phase: str
 
@@ -96,7 +96,7 @@ class TeacherNeeds:
     def check(
         self, job: Job, config: AnyJob, share: Share, shares: Sequence[Share]
     ) -> TeacherReady | TeacherAwaited | NoRoomForTeacher:
-        """Return whether the teacher of a queued job listens; start the teacher if it does not run.
+        """Check the teacher that a queued job needs; start a teacher that does not run.
 
         `share` is the job's future share of the machine, `shares` are the shares in use. Raises
         InvalidInput if the teacher cannot be started.

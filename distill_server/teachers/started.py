@@ -122,7 +122,7 @@ class StartedTeachers:
         )
         self._users: Mapping[str, Sequence[str]] = {}
         now = time.monotonic()
-        # Teachers of an earlier server; those that do not run are removed when they are polled.
+        # Teachers of an earlier server. A teacher that does not run is removed when it is polled.
         self._teachers: dict[str, TeacherProcess] = {
             home.path.name: TeacherProcess(
                 home.path.name, home, record, now, is_running=True, is_inherited=True

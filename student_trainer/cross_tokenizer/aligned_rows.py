@@ -60,9 +60,9 @@ class AlignedRows(RowBlock):
 class AlignedBatch(Batch):
     """A batch of S answers with AlignedRows; `teacher.token_logprobs` [N] are shares.
 
-    word [N] int64, below N: no two answers share a number. learned, one_to_one [N] bool: as in
-    AlignedRows. spelled [S] bool. left_out [S] bool: no token is learned. weights [N, M]: of
-    `sample_ids`; None unless the rows have them.
+    word [N] int64, below N: the word of each token; two answers have no number in common. learned,
+    one_to_one [N] bool: as in AlignedRows. spelled [S] bool. left_out [S] bool: no token is
+    learned. weights [N, M]: the weights of `sample_ids`; None if the rows have no weights.
     """
 
     word: Tensor

@@ -90,7 +90,7 @@ class TokenizerPair:
 def compare_tokenizers(
     config: OnPolicyJob | RLJob, teachers: Mapping[str, Connection], student_tokenizer: Any
 ) -> TokenizerPair | SpecialTokenPair | None:
-    """Return the tokenizers of a job's student and teacher; None if they are, or must be, equal.
+    """Return the tokenizers of a job's student and teacher; None if they are or must be equal.
 
     `teachers`: a single teacher if its tokenizer may differ. Raises InvalidInput or WrongState with
     the field `teacher.tokenizer` if the given tokenizer does not exist, does not match the teacher,

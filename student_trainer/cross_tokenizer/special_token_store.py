@@ -22,12 +22,12 @@ Ids = NDArray[np.int32]
 
 
 class SpecialTokenStore:
-    """Reads stored sequences with the student's ids, and rows at them."""
+    """Reads stored sequences and rows, with the student's ids in place of the teacher's ids."""
 
     def __init__(
         self, ids: Ids, tokens: Sequence[str], prompts: Callable[[Ids], Ids | None] | None
     ) -> None:
-        """`ids` [V]: the teacher's id for each of the student's ids, for all ids of the rows.
+        """`ids` [V]: the teacher's id of each student id; V is the number of ids of the rows.
 
         `tokens`: the tokens of both by id. `prompts`: returns the student's ids of a stored prompt,
         or None if they are unknown. If `prompts` is None, the tokens before the rows are plain
@@ -48,8 +48,8 @@ class SpecialTokenStore:
             if prompt_ids is None:
                 raise InvalidInput(
                     f"the prompt of sequence {index} of the {label} cannot be converted to the"
-                    " student's tokens: it is in a chat template and data.prompts is not set, or"
-                    " data.prompts does not contain it",
+                    " student's tokens: data.prompts is not set or does not contain the prompt,"
+                    " and the prompt has a chat template",
                     field="data.prompts",
                     hint="set data.prompts and its columns to the captured data set",
                 )

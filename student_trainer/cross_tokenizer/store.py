@@ -76,8 +76,9 @@ class StoredPrompts:
     def __call__(self, ids: Ids) -> Ids | None:
         """Return the student's ids [P] of a stored prompt; None if they are not known.
 
-        They are unknown for a prompt of a chat template, which has special tokens after the start
-        of the text. If `known_prompts` is not empty, they are unknown for all other prompts.
+        The ids of a prompt with a chat template are unknown, because special tokens follow the
+        start of its text. If `known_prompts` is not empty, the ids of all prompts outside
+        `known_prompts` are unknown.
         """
         if self._known_prompts:
             return self._known_prompts.get(ids.tobytes())
@@ -118,7 +119,7 @@ class TokenMap:
 
 
 class CrossTokenizerStore:
-    """Reads stored sequences as sequences of the student, with AlignedRows."""
+    """Reads stored sequences of teacher tokens as sequences of student tokens with AlignedRows."""
 
     def __init__(
         self,
@@ -157,8 +158,8 @@ class CrossTokenizerStore:
             if self._prompts(data.prompt_ids(index)) is None:
                 raise InvalidInput(
                     f"the prompt of sequence {index} of the {label} cannot be converted to the"
-                    " student's tokens: it is in a chat template and data.prompts is not set, or"
-                    " data.prompts does not contain it",
+                    " student's tokens: data.prompts is not set or does not contain the prompt,"
+                    " and the prompt has a chat template",
                     field="data.prompts",
                     hint="set data.prompts and its columns to the captured data set",
                 )

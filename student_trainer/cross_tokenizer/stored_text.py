@@ -20,7 +20,7 @@ from protos.rows.codec import RowBlock, concatenate
 from student_trainer.cross_tokenizer.aligned_rows import AlignedRows
 
 Ids = NDArray[np.int32]
-# Makes the rows of the reader's tokens from an alignment and the ids and rows of the writer's.
+# (alignment, ids of the writer's tokens, their rows) -> rows of the reader's tokens
 MakeRows = Callable[[Alignment, Ids, RowBlock], AlignedRows]
 
 
@@ -103,7 +103,7 @@ def leading_special_tokens(tokenizer: Any, lengths: NDArray[np.int64]) -> Ids:
 
 
 def _without_first(rows: AlignedRows, alignment: Alignment) -> AlignedRows:
-    """Return the rows. The unit with the writer's first token, which has no row, is not learned."""
+    """Return the rows; mark the unit of the writer's first token (it has no row) as not learned."""
     in_first_chunk = alignment.reader_chunk == alignment.chunk[0]
     learned = rows.learned & ~np.isin(rows.word, rows.word[in_first_chunk])
     return replace(rows, learned=learned)
@@ -130,5 +130,5 @@ def _truncate_rows(rows: AlignedRows, count: int) -> AlignedRows:
 
 
 def _ends_with(parts: list[Ids], ids: Ids) -> bool:
-    """Return whether `parts` end with `ids` already, or `ids` is empty."""
+    """Return whether the last ids of `parts` are `ids`, or `ids` is empty."""
     return not len(ids) or (bool(parts) and np.array_equal(parts[-1][-len(ids) :], ids))

@@ -109,7 +109,7 @@ def image_inputs(
 
 
 def tensors_of(pixels: Sequence[Pixels], input_ids: Tensor, placeholder: int) -> dict[str, Tensor]:
-    """Return the result of `image_inputs` for the given pixels of lines [B, T], in order."""
+    """Return the tensors of `image_inputs`. `pixels`: the images of `input_ids`, in order."""
     return {
         "pixel_values": torch.from_numpy(
             np.concatenate([image_pixels.values for image_pixels in pixels])

@@ -47,8 +47,8 @@ class Prompt:
 
     ids [T] int32: its token ids. answer: the reference answer, "" if there is none. teacher: the
     name of its teacher, "" if the job has only one teacher. text: the prompt before the template,
-    for rewards. fields: the columns of its record, for rewards. weight: of its sequences in the
-    loss. images: the images whose tokens are in `ids`; None without images.
+    for rewards. fields: the columns of its record, for rewards. weight: the weight of its sequences
+    in the loss. images: the images whose tokens are in `ids`; None without images.
     """
 
     ids: NDArray[np.int32]

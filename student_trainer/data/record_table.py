@@ -93,9 +93,10 @@ def encode_or_omit(
 
 
 def estimate_used(records: int, surveyed: int, left_out: int) -> int:
-    """Return how many of `records` have an item, if `left_out` of `surveyed` ones have none.
+    """Estimate how many of `records` have an item: `left_out` of the `surveyed` records have none.
 
-    Exact if all are surveyed; otherwise the share of the others is assumed to be the same.
+    The result is exact if all records were surveyed. Otherwise the same share of the other records
+    is assumed to have no item.
     """
     return round(records * (surveyed - left_out) / max(surveyed, 1))
 

@@ -21,9 +21,9 @@ class PromptRecord:
 
     conversation: may end with the assistant's answer. text: the prompt for rewards, before the
     template. answer: the reference answer, "" if there is none. teacher: the name of its teacher,
-    "" if the job has only one teacher. weight: of its sequences in the loss. fields: all columns,
-    if the reader keeps them. where: the row, for messages. images: the files, or the encoded
-    images.
+    "" if the job has only one teacher. weight: the weight of its sequences in the loss. fields: all
+    columns, if the reader keeps them. where: the row, for messages. images: the files, or the
+    encoded images.
     """
 
     conversation: Conversation

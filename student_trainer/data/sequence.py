@@ -18,7 +18,8 @@ from student_trainer.data.images import SequenceImages
 class TokenSequence:
     """token_ids [T] int64 on the CPU; the tokens from index `start` (at least 1) on are learned.
 
-    weight: multiplies the loss of the sequence. images: of the prompt; None if it has none.
+    weight: multiplies the loss of the sequence. images: the images of the prompt; None without
+    images.
     """
 
     token_ids: Tensor

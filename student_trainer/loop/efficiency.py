@@ -68,7 +68,7 @@ _PEAKS = {
     "L4": 121.0,
     "RTX 4090": 165.2,
 }
-# Devices with less than the peak of their name.
+# Devices whose peak is below that of the table: their names contain one of these words.
 _SLOWER = {"Laptop", "MIG"}
 
 

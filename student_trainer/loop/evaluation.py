@@ -35,7 +35,7 @@ from student_trainer.teachers.source import PendingRows
 _HELD_OUT_METRICS = ("eval/kl", "eval/kl_bound", "eval/cross_entropy", "eval/perplexity")
 # Metrics that select the best checkpoint; each has a standard error, in this order.
 _SELECTION_METRICS = ("eval/kl", "eval/kl_bound", "eval/cross_entropy", "eval/reward")
-_MAX_LOG = 700.0  # exp of it is still finite in float64
+_MAX_LOG = 700.0  # exp of this value is still finite in float64
 
 
 class HeldOutObjective(Objective, Protocol):
@@ -49,8 +49,8 @@ class HeldOutObjective(Objective, Protocol):
 class Samples:
     """Settings for sampled held-out answers instead of greedy answers.
 
-    count: answers per prompt. seed: of the job. Answer n of prompt i has the rollout number first -
-    (i * count + n), for any number of processes.
+    count: answers per prompt. seed: the seed of the job. Answer n of prompt i has the rollout
+    number first - (i * count + n), for any number of processes.
     """
 
     count: int

@@ -49,9 +49,9 @@ class Method:
 
     objective: the loss and the metrics of a micro-batch. steps: returns this process's sequences of
     a step. evaluation: the held-out evaluation. anchor: None if the job has no anchor. critic: None
-    if advantages come from groups. facts: written to state.json of every checkpoint; when an
-    offline run resumes, it compares the identity of its store with them. rollouts_ahead: None if
-    the trainer's processes sample. watches: of the main process.
+    if advantages come from groups. facts: values for state.json of every checkpoint. A resumed
+    offline run compares the identity of its store with these values. rollouts_ahead: None if the
+    trainer's processes sample. watches: the watches of the main process.
     """
 
     objective: Objective

@@ -102,8 +102,8 @@ def clip_gradients(student: Replicated | Sharded, max_norm: float) -> Tensor:
     """Collective. Scale the gradients of `student`, in place, to a norm of at most `max_norm`.
 
     Returns the norm before clipping, over the weights of all processes: a scalar on the device, for
-    which the host does not wait. With tensor parallelism,
-    gradients of weights that a group does not divide are averaged over its processes first.
+    which the host does not wait. With tensor parallelism, the gradients of weights that a group does
+    not divide are first averaged over the processes of the group.
     """
     weights = [weight for weight in student.trained.parameters() if weight.grad is not None]
     gradients = [weight.grad for weight in weights if weight.grad is not None]

@@ -19,7 +19,7 @@ from student_trainer.data.sequence import Rollout
 from student_trainer.losses import FusedLoss, LossFunction
 from student_trainer.teachers.source import PendingRows
 
-# Metrics that are sums of variances over sums of squares.
+# Metrics whose (sum, number) is a sum of variances and a sum of squares.
 _SD = re.compile(r"topk/(\w+_)?gradient_sd")
 
 

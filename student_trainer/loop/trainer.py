@@ -108,8 +108,9 @@ class Trainer:
         """Collective. Train to `max_steps`, then export the model; return the verdict.
 
         Returns "succeeded", or "cancelled" if a stop of the run was requested. If an evaluation
-        raises a DistillError, or a step does so before it changes a weight, saves a checkpoint of
-        the last finished step and raises the error. All checkpoints are then complete.
+        raises a DistillError, or if a step raises a DistillError before the step changes a weight,
+        this method saves a checkpoint of the last finished step and raises the error. All
+        checkpoints are then complete.
         """
         try:
             return self._train()

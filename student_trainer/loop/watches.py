@@ -78,9 +78,9 @@ def contraction(
 class StabilityWatch:
     """Logs one warning if the metrics of a step indicate an unstable gap to the anchor.
 
-    The estimate is local and rough. The curvature is that along the gap, 2 KL / |d|^2. AdamW's
-    effective rate is at most its longest step, alpha sqrt(n) for n weights, divided by the norm of
-    the gradient.
+    The estimate is local and rough. The curvature lambda is the curvature along the gap, 2 KL /
+    |d|^2. AdamW's effective rate is at most its longest step, alpha sqrt(n) for n weights, divided
+    by the norm of the gradient.
     """
 
     note = ""  # nothing for the phase of the job
@@ -170,7 +170,7 @@ class LearningWatch:
     def see(self, step: int, metrics: Mapping[str, float]) -> None:
         """Check length/truncated and grad_norm of `step`."""
         self._cut_shares.append(metrics.get("length/truncated", 0.0))
-        is_flat = metrics.get(_FLAT) == 1  # RewardWatch says so
+        is_flat = metrics.get(_FLAT) == 1  # RewardWatch logs this case
         self._gradients.append(1.0 if is_flat else metrics["grad_norm"])
         if self._cut_share > _CUT_SHARE:
             self._warn(

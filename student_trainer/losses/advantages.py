@@ -28,8 +28,8 @@ def group_advantages(rewards: Tensor, *, scale_by_std: bool) -> Tensor:
     if scale_by_std:
         std = (advantages.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
         advantages = advantages / (std + 1e-6)
-    # The mean of equal rewards can differ from them by rounding; dividing by such a small std would
-    # amplify the difference.
+    # The mean of equal rewards can differ from the rewards by rounding; a division by such a small
+    # std would amplify the difference.
     return torch.where(flat_groups(rewards)[:, None], zeros, advantages)
 
 

@@ -14,8 +14,9 @@ Index = slice | Tensor
 # exactly zero (a masked token) counts as this value, so that an infinite KL becomes a large number
 # with a finite gradient, and 0 log 0 is 0.
 LOWEST_LOGPROB = -65504.0
-# The highest log of a ratio q/p that a loss uses. A higher one means p(y) < e^-40, which no sampler
-# draws in practice; from about 44 on, the norm of a float32 gradient overflows: e^88 is infinite.
+# The highest log of a ratio q/p that a loss uses. A higher value means p(y) < e^-40, which no
+# sampler draws in practice; from about 44 on, the norm of a float32 gradient overflows: e^88 is
+# infinite.
 HIGHEST_LOG_RATIO = 40.0
 
 

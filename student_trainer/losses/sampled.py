@@ -29,8 +29,8 @@ Kind = Literal["k1", "k2", "k3", "k3++", "k4", "k5"]
 def sampled_kl(student_logprobs: Tensor, teacher_logprobs: Tensor, kind: Kind) -> Tensor:
     """Return one KL estimate per token, [N] in nats; the table above lists the kinds.
 
-    Both arguments: log-probs [N] in nats of the sampled tokens. The gradient flows through the
-    student's only.
+    Both arguments: log-probs [N] in nats of the sampled tokens. The gradient flows only through the
+    student's log-probs.
     """
     log_p = student_logprobs.clamp(min=LOWEST_LOGPROB)
     log_q = teacher_logprobs.detach().clamp(min=LOWEST_LOGPROB)
@@ -44,8 +44,8 @@ def sampled_kl(student_logprobs: Tensor, teacher_logprobs: Tensor, kind: Kind) -
         case "k3":
             return -log_w + torch.expm1(log_w.clamp(max=HIGHEST_LOG_RATIO))
         case "k3++":
-            # The gradient of r k3 is grad log p(y) (-log w): autograd would find it as the
-            # difference of two terms of the size of w, which float32 rounds.
+            # The gradient of r k3 is grad log p(y) (-log w). Autograd would compute this gradient
+            # as the difference of two terms of the size of w, which float32 rounds.
             k3 = -log_w + torch.expm1(log_w.clamp(max=HIGHEST_LOG_RATIO))
             return k3.detach() - log_r * log_w.detach()
         case "k4":

@@ -26,9 +26,9 @@ omits the same term within the tail distributions p~ = p/P_t and q~ = q/Q_t, whe
 
 Q_t/P_t is a control variate: the mean of its term is zero.
 
-`bucket+draws` has the same R at M ids z_i outside S, so it does not depend on whether y is in S.
-Let M g(z) be the expected number of times that z is drawn; then v_i = sg(p(z_i) / (M g(z_i))), and
-the expectation of the sum is the sum over the tail of p(z) R(z), for any g with g(z) > 0 on the
+`bucket+draws` has the same R at M ids z_i outside S, so this sum does not depend on whether y is in
+S. Let M g(z) be the expected number of times that z is drawn; then v_i = sg(p(z_i) / (M g(z_i))),
+and the expectation of the sum is the sum over the tail of p(z) R(z), for any g with g(z) > 0 on the
 tail, with independent or stratified draws. g = p~, the student's own tail, gives v_i = sg(P_t)/M;
 if another policy mu drew from its own tail, g = mu/mu_t. docs/methods.md has the derivation.
 """

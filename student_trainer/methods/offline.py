@@ -19,7 +19,7 @@ One step, in order:
 5. Loss. `DistillationObjective` (`objectives/distillation.py`) computes the forward Top-k KL of
    each token (`losses/topk.py`) from the stored rows and the student's rows (`model/student.py`,
    which calls `losses/fused/linear_loss.py`). It adds `method.cross_entropy` times the
-   cross-entropy of the stored tokens. A store with another tokenizer (`data.tokenizer`): the
+   cross-entropy of the stored tokens. If the store has another tokenizer (`data.tokenizer`), the
    student reads its own tokens of the stored texts (`cross_tokenizer/store.py`), and the loss is
    the cross-entropy with the rows of word beginnings as control variates, or compares likelihoods
    (`cross_tokenizer/objectives.py`).

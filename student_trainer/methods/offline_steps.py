@@ -35,7 +35,7 @@ ReadSequence = Callable[[LogitDataset, int], PendingRows]
 class Mixture:
     """The on-policy part of a step: the student answers the first `count` prompts.
 
-    training: samples the answers. teacher: scores them.
+    training: samples the answers. teacher: scores the answers.
     """
 
     training: RolloutsOfSteps
@@ -47,8 +47,8 @@ class Mixture:
 class _Share:
     """This process's part of a step, read from the store.
 
-    stored_sequences: with their rows. prompts: the prompts that the student answers, and the
-    rollout number of each, which fixes its random stream.
+    stored_sequences: the stored sequences with their rows. prompts: the prompts that the student
+    answers, each with its rollout number, which fixes the random stream of the answer.
     """
 
     stored_sequences: list[PendingRows]

@@ -11,8 +11,8 @@ One step, in order:
    teacher service (`teachers/remote.py`) while the next batch is sampled: `Rollout` ->
    `PendingRows` (`teachers/source.py`). With reverse KL the teacher scores the student's top-k ids,
    which the sampler recorded, and ids that the sampler drew from the student's tail
-   (`rollouts/sample_step.py`, tail mode `bucket+draws`). With forward KL it scores its own top-k
-   ids and ids that it draws from its own tail (`bucket+teacher_samples`).
+   (`rollouts/sample_step.py`, tail mode `bucket+draws`). With forward KL the teacher scores its own
+   top-k ids, and ids that it draws from its own tail (`bucket+teacher_samples`).
 4. Micro-batches. The learner (`loop/learner.py`) groups the sequences (`data/packing.py`), waits
    for the rows of one group (`PendingRows` -> `ScoredSequence`) and makes its tensors
    (`ScoredSequence` -> `Batch`, both in `data/batch.py`).

@@ -5,16 +5,16 @@ One step, in order:
 1. Prompts. `RLPrompts.training` (`methods/rl_prompts.py`) returns `train.prompts_per_step` prompts
    by the seed and the step number. They are divided into `method.updates_per_step` parts, and each
    part among the processes. A process samples whole groups of `method.rollouts_per_prompt`. With
-   `method.dynamic_sampling`, `GroupSampler` (`methods/rl_groups.py`) repeats 1, 2 and 4 for other
-   prompts before 3.
+   `method.dynamic_sampling`, `GroupSampler` (`methods/rl_groups.py`) repeats parts 1, 2 and 4 for
+   other prompts before part 3.
 2. Rollouts. `HuggingFaceRollouts` (`rollouts/rollouts.py`) samples one completion for each prompt;
    with a table `environment`, `SearchRollouts` (`rollouts/search.py`) samples several turns. With a
-   table `rollouts`, an engine does so (`rollout_client/engine_rollouts.py`): `SampledTokens`
+   table `rollouts`, an engine samples (`rollout_client/engine_rollouts.py`): `SampledTokens`
    (`rollouts/sampler.py`) -> `Rollout` (`data/sequence.py`).
 3. Rows of the first teacher source. `ScoredRollouts` (`teachers/scored_rollouts.py`) requests them
    for each rollout: `Rollout` -> `PendingRows` (`teachers/source.py`). The sources are the teacher
    service (`teachers/remote.py`), if the job has one, then the anchor (`teachers/anchor.py`), if
-   `method.beta` > 0; `NoTeacher` if there is neither.
+   `method.beta` > 0; `NoTeacher` if the job has neither.
 4. Rewards. `RolloutRewards` (`rewards/rollout_rewards.py`) scores the text of each answer.
 5. Rows of the other source, at the same head ids. `finish` makes the anchor compute its rows.
 6. Advantages. From the rewards of a group (`losses/advantages.py`), or from the critic and GAE
@@ -97,9 +97,10 @@ from student_trainer.teachers.source import NoTeacher, PendingRows, TeacherSourc
 class PendingRLSequence(PendingRows):
     """A rollout whose rows may not have arrived, with its advantage and its weight.
 
-    rows: of the first teacher source. other_rows: of the other sources. advantage: [] for the full
-    answer, or [learned], one for each learned token. is_included: False if the loss excludes the
-    answer. weight: of the answer in the mean of an update. old_logprobs: as in RLSequence.
+    rows: the rows of the first teacher source. other_rows: the rows of the other sources.
+    advantage: [] for the full answer, or [learned], one for each learned token. is_included: False
+    if the loss excludes the answer. weight: the weight of the answer in the mean of an update.
+    old_logprobs: as in RLSequence.
     """
 
     other_rows: tuple[Future[RowBlock], ...]
@@ -148,8 +149,8 @@ class RLSteps:
         """Set up the steps.
 
         `held_out`: the held-out prompts of all processes. `answers`: samples rollouts and requests
-        the rows of `sources[0]`. `sources`: at least one; the rows of the others are requested at
-        the same head ids. `critic`: None if advantages come from the group.
+        the rows of `sources[0]`. `sources`: at least one; the rows of the sources after the first
+        are requested at the same head ids. `critic`: None if advantages come from the group.
         """
         self._method = config.method
         self._searches = config.environment is not None
@@ -252,7 +253,7 @@ class RLSteps:
     def _build_updates(
         self, update_parts: list[list[PendingRLSequence]]
     ) -> list[list[PendingRLSequence]]:
-        """Collective. Return the updates of all epochs; `update_parts` are those of one epoch.
+        """Collective. Return the updates of all epochs; `update_parts`: the updates of one epoch.
 
         All updates except the first have log-probs under p_old, computed once.
         """
@@ -385,5 +386,5 @@ def _sample_settings(config: RLJob) -> Samples | None:
     """Return the settings of sampled held-out answers; None for one greedy answer per prompt."""
     if not config.eval.temperature:
         return None
-    # Negative, after those of `RLSteps.held_out`: a number fixes the random stream.
+    # Negative, below the numbers of `RLSteps.held_out`: a number fixes the random stream.
     return Samples(config.eval.samples, config.seed, first=-1 - config.eval.prompts)

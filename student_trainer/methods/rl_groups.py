@@ -66,8 +66,8 @@ class GroupSampler:
     ) -> None:
         """Set up the sampler.
 
-        `training`: samples the rollouts of a step with one round. `answers`: samples those of a
-        step with several rounds. `rollout_rewards`: None if the job has no reward.
+        `training`: samples the rollouts of a step with one round. `answers`: samples the rollouts
+        of a step with several rounds. `rollout_rewards`: None if the job has no reward.
         """
         self._size = config.method.rollouts_per_prompt
         self._updates = config.method.updates_per_step
@@ -140,7 +140,7 @@ class GroupSampler:
         dropped_count = float(len(all_rewards) - group_count)
         is_main = float(
             self._accelerator.is_main_process
-        )  # a count over all processes: divided by 1
+        )  # 1 in one process: the sum is a total, not a mean
         metric_sums = {
             **reward_metrics(all_rewards),
             "sampling/rounds": sum_and_count(torch.tensor([float(rounds)])),

@@ -104,7 +104,8 @@ def _make_conversations(config: RLJob, material: RLMaterial) -> SearchConversati
         material.retriever,
         config.environment,
         max_new_tokens=config.method.max_new_tokens,
-        # vLLM forms its own batches; transformers uses the trainer's, for bit-identical results.
+        # vLLM forms its own batches; transformers uses the trainer's batches, for bit-identical
+        # results.
         batch_tokens=None if config.rollouts.engine == "vllm" else sampling_batch(config),
     )
 
@@ -138,8 +139,8 @@ def anchor_teacher(
 ) -> AnchorTeacher:
     """Return the anchor as a source of rows.
 
-    The head ids are the anchor's top-k for forward KL without a teacher, otherwise those of the
-    rollouts.
+    The head ids are the anchor's top-k for forward KL without a teacher, otherwise the head ids of
+    the rollouts.
     """
     method = config.method
     own_head = method.direction == "forward" and config.teacher is None

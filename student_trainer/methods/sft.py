@@ -8,9 +8,9 @@ One step, in order:
    starting at its rank. Sequences longer than `method.max_tokens`, and records without an answer,
    are left out and counted: an answer that is cut would teach the student to stop anywhere.
 2. Learned tokens. `Example.sequence` marks the tokens of the answer, with its end token; with
-   `method.train_on = "all"`, those of every assistant message. Prompt tokens are read only.
-   `Example` -> `TokenSequence` (`data/sequence.py`) -> `PendingRows` (`teachers/source.py`), whose
-   rows are placeholders, because there is no teacher.
+   `method.train_on = "all"`, the tokens of every assistant message. The student reads prompt tokens
+   and does not learn them. `Example` -> `TokenSequence` (`data/sequence.py`) -> `PendingRows`
+   (`teachers/source.py`), whose rows are placeholders, because there is no teacher.
 3. Micro-batches. The learner (`loop/learner.py`) groups the sequences (`data/packing.py`), several
    to a line if the model allows it, and makes the tensors of a group (`ScoredSequence` -> `Batch`,
    both in `data/batch.py`).
@@ -116,8 +116,8 @@ def build(
 ) -> Method:
     """Build the method of a fine-tuning job. The module docstring lists the steps.
 
-    `examples`: the training examples and the held-out examples. The prompts of the latter are also
-    used for exact match, if the job enables it.
+    `examples`: the training examples and the held-out examples. The prompts of the held-out
+    examples are also used for exact match, if the job enables exact match.
     """
     training, held_out = examples
     objective = CrossEntropyObjective()

@@ -148,7 +148,7 @@ def connect_engine(
     dtype = torch.bfloat16 if in_bfloat16 else torch.float32
     needed_bytes = (rollouts.versions + 1) * snapshot_bytes(
         model, dtype, adapters=adapters
-    )  # 1: an anchor's
+    )  # 1: the version of an anchor
     root, job = Path(), ""  # the main process chooses
     if accelerator.is_main_process:
         job = run_identity(run)
@@ -195,7 +195,7 @@ def _check_services(
 
 
 def _probe_ids(tokenizer: Any, vocab_size: int) -> Tensor:
-    """Return the token ids [n, T] int64 of a probe: those of a text, padded with the first ids."""
+    """Return the token ids [n, T] int64 of a probe: the ids of a text, then the ids 0, 1, 2, ..."""
     token_count = _PROBE_SEQUENCES * _PROBE_TOKENS
     text = tokenizer(_PROBE_TEXT, add_special_tokens=False).input_ids
     ids = [*text, *range(min(vocab_size, token_count))][:token_count]

@@ -167,7 +167,7 @@ class PartRequest:
         self._on_done = on_done
         self._delivered: set[int] = set()
         self._last_fault: DistillError | None = None  # of the last call that did not time out
-        self._away_seconds = 0.0  # since the last message, time during which no replica had it
+        self._away_seconds = 0.0  # time since the last message during which no replica had the part
         self._cancelled = threading.Event()
         self._reason: DistillError | None = None
         self._call: Any = None
@@ -242,7 +242,7 @@ class PartRequest:
         impatience = threading.Timer(min(share_seconds, remaining_seconds), give_up)
         impatience.start()
         try:
-            metadata = call.initial_metadata()  # blocks until the service sends it, or an error
+            metadata = call.initial_metadata()  # blocks until a message or an error comes
             impatience.cancel()
             self._away_seconds += time.monotonic() - start_time
             if STREAM_OPEN[0] in dict(metadata or ()):

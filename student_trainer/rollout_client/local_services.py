@@ -240,7 +240,7 @@ class _Service:
             log.warning(
                 "the rollout service ended with code %s; the trainer starts the service again", code
             )
-            # Its port, or its GPU, may not be free at once.
+            # The port or the GPU of the ended service may not be free at once.
             self._closing.wait(len(ends))
         self._on_lost(
             Unavailable(

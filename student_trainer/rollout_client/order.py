@@ -17,12 +17,13 @@ class WeightsVersion:
     """A version of the student's weights, and the snapshot that contains them (`snapshot.py`).
 
     lineage: versions of one lineage are ordered by number; a trainer's attempt is one lineage.
-    number: finished steps of the student. directory: of the snapshot. in_flight: the handling of
-    running sequences of an older version of the lineage when this version is loaded. drain: they
-    are finished first, so each sequence has one version. recompute: they continue with the new
-    weights, and their KV cache is recomputed. keep: they continue with the KV cache of the older
-    weights. job, attempt: the trainer's run directory and the number of its attempt. A service that
-    has seen a later attempt of the job refuses this version; "" disables the check.
+    number: finished steps of the student. directory: the directory of the snapshot. in_flight: what
+    the engine does with running sequences of an older version of the lineage when it loads this
+    version. drain: the engine finishes the sequences first, so each sequence has one version.
+    recompute: the sequences continue with the new weights, and their KV cache is recomputed. keep:
+    the sequences continue with the new weights and the KV cache of the older weights. job, attempt:
+    the trainer's run directory and the number of its attempt. A service that has seen a later
+    attempt of the job refuses this version; "" disables the check.
     """
 
     lineage: str

@@ -143,7 +143,7 @@ class RolloutsAhead:
         return files
 
     def publish(self, step: int, *, anchor: bool = False) -> None:
-        """Collective. Publish the current weights, of `step`, to the engine for an evaluation.
+        """Collective. Publish the current weights, version `step`, to the engine for an evaluation.
 
         `anchor`: the student currently has the anchor's weights.
         """

@@ -36,7 +36,7 @@ _BLOCK_BYTES = 1 << 23  # bytes that are read at once
 # Largest difference between the log-probs of trainer and engine, in nats. In float32 two programs
 # with the same weights differ by rounding only; weights of another version differ by more.
 MAX_DIFFERENCE = {"float32": 1e-3}
-# Limit of the mean: in bfloat16, rounding differs by about 0.03 per token, more if it is unlikely.
+# Limit of the mean: in bfloat16, rounding differs by about 0.03 per token, more if unlikely.
 MAX_MEAN_DIFFERENCE = 0.1
 
 
@@ -52,8 +52,8 @@ class Probe:
 class Snapshot:
     """A complete snapshot.
 
-    number: of the version. dtype: of the trainer's computation, float32 or bfloat16. files: the
-    digest of each file by name.
+    number: the number of the version. dtype: the dtype of the trainer's computation, float32 or
+    bfloat16. files: the digest of each file by name.
     """
 
     directory: Path

@@ -1,13 +1,12 @@
 """The rollouts in a checkpoint: rollouts of later steps, whose weights no longer exist.
 
 One safetensors file per process, of n rollouts. numbers, starts, lengths, queries [n] int64: number
-of the rollout, tokens of its prompt, tokens after it, queries to a retriever. flags [n, 2] bool:
-truncated, failed. versions [S, 3] int64, one row for each run of tokens with one version: index of
-the rollout, version, number of tokens.
-concluded [b] uint8: the answers according to an environment, a JSON list of texts or null.
-token_ids: of all sequences, concatenated. The other tensors cover the tokens after the prompts and
-have the names of `Rollout`; own, draw_ids and draw_logprobs are omitted if empty. The fields of a
-prompt other than its tokens are not stored.
+of the rollout, tokens of its prompt, tokens after the prompt, queries to a retriever. flags [n, 2]
+bool: truncated, failed. versions [S, 3] int64, one row for each run of tokens with one version:
+index of the rollout, version, number of tokens. concluded [b] uint8: the answers according to an
+environment, a JSON list of texts or null. token_ids: of all sequences, concatenated. The other
+tensors cover the tokens after the prompts and have the names of `Rollout`; own, draw_ids and
+draw_logprobs are omitted if empty. The fields of a prompt other than its tokens are not stored.
 """
 
 from __future__ import annotations

@@ -136,8 +136,8 @@ class FileChannel:
     def publish(self, number: int, *, anchor: bool = False) -> WeightsVersion:
         """Collective. Write the current weights; see `WeightChannel.publish`.
 
-        Returns when the snapshot is complete. If its disk is full or fails, deletes its files and
-        raises Unavailable on all ranks.
+        Returns when the snapshot is complete. If the disk of the snapshot is full or fails, deletes
+        the snapshot's files and raises Unavailable on all ranks.
         """
         version = self._version(number, anchor=anchor)
         if version not in self._versions:

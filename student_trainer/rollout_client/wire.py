@@ -28,7 +28,7 @@ from student_trainer.rollout_client.order import (
 from student_trainer.rollouts.sampler import SampledTokens
 
 MAX_SEQUENCES = 1 << 16
-# Limit of an order: given tokens and tokens to sample.
+# Maximum number of tokens of an order, given and to be sampled.
 MAX_TOKENS = 1 << 28
 MAX_TOP_K = 4096
 # Random numbers of a rollout: `rollout_noise` generates all of them, 8 bytes each.

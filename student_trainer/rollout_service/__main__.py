@@ -13,7 +13,7 @@ def main() -> None:
         with exit_on_interrupt():
             from student_trainer.rollout_service.command import app
         app()
-    except KeyboardInterrupt:  # before the command handles it itself
+    except KeyboardInterrupt:  # Ctrl-C before the command has its own handler
         sys.exit(EXIT_CODE)
 
 

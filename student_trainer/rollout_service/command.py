@@ -71,7 +71,7 @@ EndWithParentOption = Annotated[
 ]
 
 
-# Packages of the extra [train] that a machine needs that only samples.
+# The packages of the extra [train] for a machine that only samples.
 _PACKAGES = ("accelerate", "safetensors", "torch", "transformers")
 
 app = typer.Typer(

@@ -22,7 +22,7 @@ class NarrowCache(DynamicCache):  # type: ignore[misc]
     """
 
     def update(self, key: Tensor, value: Tensor, *layer: Any, **options: Any) -> Any:
-        """Add keys and values of a layer, and return all of that layer; see `DynamicCache`."""
+        """Add keys and values of a layer, and return all of this layer; see `DynamicCache`."""
         return super().update(key.to(torch.bfloat16), value.to(torch.bfloat16), *layer, **options)
 
 

@@ -52,8 +52,8 @@ def sample_step(
 
     uniforms [B] float64: random numbers in [0, 1); None takes the most likely tokens, without
     draws. `top_p`: sample from the nucleus with this probability; all records are of the policy
-    before it. `draws`: M. draw_uniforms [B] float64: random numbers of the draws; None draws none.
-    `never`: an id that must not be sampled; the recorded policy includes this id.
+    before this restriction. `draws`: M. draw_uniforms [B] float64: random numbers of the draws;
+    None draws none. `never`: an id that must not be sampled; the recorded policy includes this id.
     """
     logprobs = (logits.float() / temperature).log_softmax(1)
     head_ids = logprobs.topk(top_k, dim=1).indices
@@ -104,7 +104,7 @@ def draw_tail(weights: Tensor, head_ids: Tensor, uniforms: Tensor, count: int) -
 
     Stratified inverse CDF: one uniform number u per row gives the levels (i + u)/M, i = 0..M-1.
     Each id z of the tail is drawn M p(z)/P_t times in expectation, where P_t is the tail mass, and
-    the number of draws of an id differs from that by less than 1.
+    the number of draws of an id differs from this expectation by less than 1.
 
     weights [N, V]: probabilities, not necessarily normalised; overwritten with 0 at the head ids.
     Use float64: the running sums have the same dtype, and the relative error of an id's probability

@@ -109,7 +109,7 @@ class Sampler:
         softmax(logits / temperature). `vocab_size`: the policy has only the first `vocab_size` ids;
         None: all ids. `bf16`: compute in bfloat16. `never`: an id that must not be sampled.
         `equal_lengths`: padding changes the model's results (`probe_sampling`), so only sequences
-        of equal length share a batch. `ends`: ids that end a sequence; empty: those of `end_ids`.
+        of equal length share a batch. `ends`: ids that end a sequence; empty: the ids of `end_ids`.
         """
         self._model = model
         self._top_k = top_k
@@ -122,7 +122,8 @@ class Sampler:
         self._equal_lengths = equal_lengths
         self._rope_switch = rope_switch(model.config.get_text_config())
         self._ends = list(ends) or end_ids(model.generation_config, tokenizer)
-        # Read after the end of a sequence only; the tokenizer's own may be an id without embedding.
+        # The padding id, which fills sequences after their ends. The tokenizer's own padding id may
+        # have no embedding.
         self._pad = 0
 
     @torch.no_grad()

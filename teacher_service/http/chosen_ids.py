@@ -70,7 +70,7 @@ class ChosenIds:
     request_id: str
 
     def text(self, blocks: Sequence[RowBlock], info: ScoringEngineInfo) -> Iterator[bytes]:
-        """Yield the answer."""
+        """Yield the parts of the JSON answer."""
         (query,), (block,) = self.queries, blocks
         tokens = len(query.token_ids)
         header = {

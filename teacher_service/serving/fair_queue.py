@@ -60,7 +60,8 @@ class Sender:
 class QueuedQuery:
     """A query in the queue, ordered by its turn; `answer` is cancelled if its caller gives up.
 
-    `is_background` is that of the sender, `turn` is in tokens, `number` is the order of arrival.
+    `is_background` is copied from the sender, `turn` is in tokens, `number` is the order of
+    arrival.
     """
 
     is_background: bool

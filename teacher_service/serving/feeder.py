@@ -80,8 +80,8 @@ class Feeder(Dispatcher):
         self._single_tokens += single_tokens
         entry.sender.queries_in_engine += 1
         step_tokens = self._limit_step_tokens(single_tokens)
-        # The engine gets an earlier number for a single query, by the length of single queries: no
-        # other query is before it in the next step. The queue's turns and shares do not change.
+        # A single query gets a smaller number, so that the engine puts no other query before it
+        # into the next step. The turns and shares of the queue do not change.
         number = _compute_turn_number(entry) - (self._short_tokens if single_tokens else 0)
         schedule = QuerySchedule(number, step_tokens, single_tokens > 0)
         task = asyncio.create_task(self._answer(entry, schedule))

@@ -71,7 +71,7 @@ class LoadingServicer(teacher_pb2_grpc.TeacherServicer):
 
 def build_loading_error(progress: LoadProgress) -> Unavailable:
     """Return the error for calls during the load."""
-    return Unavailable(f"it is loading its model ({progress})", hint="wait for it")
+    return Unavailable(f"the model is loading ({progress})", hint="wait until the model is loaded")
 
 
 async def log_progress(progress: LoadProgress) -> None:

@@ -26,7 +26,7 @@ Request = tuple[teacher_pb2.ScoreRequest, DistillError | None]
 # stay in the network until a client takes an answer.
 MAX_IN_FLIGHT = 256
 _MAX_WAITING_CHUNKS = 16
-# In which the next message of a request in several messages must arrive, of at most 4 MiB.
+# Time limit for the next message (at most 4 MiB) of a request in several messages.
 PART_SECONDS = 120.0
 # Memory of an answer, encoded and decoded: per head id 2.25 + 4 bytes for the id and 4 + 4 for the
 # log-prob; per row up to three floats twice; per tail sample the id.

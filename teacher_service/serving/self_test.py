@@ -25,7 +25,7 @@ _LENGTH, _TOP_K = 8, 32
 
 
 def run_self_test(engine: ScoringEngine) -> float:
-    """Score a short sequence twice alone, in a batch with longer sequences, and at its own tokens.
+    """Score a short sequence twice alone, in a batch, and with its own tokens as head ids.
 
     Returns the largest difference in nats between two scorings of a token. Raises WrongState in
     these cases: the difference exceeds rounding (for a batch-invariant engine: is not 0), a row

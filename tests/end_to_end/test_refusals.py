@@ -118,7 +118,8 @@ CASES = {
         ExitCode.UNREACHABLE,
     ),
     "k > max": Refusal(
-        {"teacher.top_k": "14"}, ("teacher.top_k: ", "14 is more than", "lower the value to 13")
+        {"teacher.top_k": "14"},
+        ("teacher.top_k: ", "14 head ids are more than", "lower the value to 13"),
     ),
     "too long": Refusal(
         {"method.max_new_tokens": "4096"},

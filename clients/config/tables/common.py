@@ -65,7 +65,8 @@ Recomputation = Annotated[
 
 
 Tail = Literal["none", "published", "sampled", "bucket", "bucket+sampled", "bucket+draws"]
-# `bucket+sampled` was the default, and a resolved job has every key: there it counts as not set.
+# Earlier versions had the default `bucket+sampled`. A resolved job contains every key, so this
+# value counts as not set.
 FORMER_TAIL = "bucket+sampled"
 MAX_DRAWS = 256  # maximum that a teacher scores per row
 TailDraws = Annotated[int, Field(ge=1, le=MAX_DRAWS)]

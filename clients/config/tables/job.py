@@ -73,7 +73,7 @@ Labels = Annotated[
 ]
 
 
-# An extra of the package, what needs it, and the key that asks for it.
+# (extra of the package, the feature that needs the extra, the key that selects the feature)
 Extra: TypeAlias = tuple[str, str, str]
 
 
@@ -85,7 +85,7 @@ class JobConfig(Table):
 
     # The module that runs an attempt; `clients/runs/launch.py` describes its protocol.
     program: ClassVar[str] = "student_trainer"
-    # The module that prints a preview of what the job learns; "": it learns nothing.
+    # The module that prints a preview of the learned tokens; "": the job learns nothing.
     preview_program: ClassVar[str] = "student_trainer.preview"
     name: Annotated[str, Field(min_length=1, max_length=200)] = "distill"
     """Display name; the job id is derived from it."""
@@ -314,7 +314,7 @@ class TrainingJob(JobConfig):
     ) -> None:
         """Raise ValidationError if a job with images has an incompatible key.
 
-        `method_rules`: pairs of the method: whether the key is compatible, and the key.
+        `method_rules`: pairs (is compatible with images, key) for the keys of the method.
         """
         if data is None or data.image_column is None:
             return

@@ -41,7 +41,7 @@ class Lease:
             self._server_time, self._renewed_at = server_time, self.clock()
         if self.clock() - self._renewed_at <= self.seconds:
             return False
-        # Seldom: listing the heartbeats of many runs takes long.
+        # Check the trainers rarely, because listing the heartbeats of many runs takes long.
         heartbeats = self.runs.glob("*/logs/*/heartbeat")
         trainer_time = max(map(_time_of, heartbeats), default=0)
         if trainer_time != self._trainer_time:

@@ -62,9 +62,9 @@ class LocalRunner:
         has_trackers: bool = True,
         lease: tuple[Path, float] | None = None,
     ) -> None:
-        """`has_trackers`: false for programs that must not get the keys of trackers. `lease`: the
-        directory of the runs whose trainers need the programs, and the seconds after which a
-        program ends that neither a server polls nor a trainer needs.
+        """`has_trackers`: false for programs that must not get the keys of trackers. `lease`:
+        (runs, seconds), the directory of the runs whose trainers need the programs. A program ends
+        if, for `seconds`, no server has polled it and no trainer has needed it.
         """
         self._lease = lease
         self._command = command

@@ -187,7 +187,7 @@ class RayDriver:
         return Engines(process, order.engines, self._directory, begin)
 
     def _follow_ranks(self, rank_by_ref: dict[Any, int]) -> dict[int, int]:
-        """Wait for all processes; return their exit codes by rank, in the order of their ends."""
+        """Wait for all processes; return their exit codes by rank, in the order of exit."""
         codes: dict[int, int] = {}
         kill_at, is_stopping = float("inf"), False
         while rank_by_ref:

@@ -34,7 +34,7 @@ class LostActor(Exception):
 
 
 class Actor(Protocol):
-    """An actor of the cluster that waits for resources, then runs one process. Nothing blocks."""
+    """An actor of the cluster that waits for resources, then runs one process. No method blocks."""
 
     def place(self) -> ActorPlace | None:
         """Return the actor's place; None while it waits for resources. Raises LostActor."""
@@ -135,7 +135,7 @@ class Engines:
         return True
 
     def update(self) -> None:
-        """Start each service that Ray has put on a node, and start those that have ended again."""
+        """Start the services that Ray has put on a node, and restart those that have ended."""
         for engine in self._engines:
             if not engine.entry.problem:
                 self._update_engine(engine)

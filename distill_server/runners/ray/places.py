@@ -47,7 +47,7 @@ def rank_variables(places: Sequence[ActorPlace]) -> list[dict[str, str]]:
     """Return the environment variables of each rank (RANK, WORLD_SIZE, MASTER_ADDR and so on).
 
     `places` is in the order of ranks. As with torchrun, all processes of a node see all GPUs of the
-    node's processes, and LOCAL_RANK is the index of a process among them.
+    node's processes, and LOCAL_RANK is the index of a process among the processes of its node.
     """
     variables = []
     for rank, place in enumerate(places):

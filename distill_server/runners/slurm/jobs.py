@@ -71,7 +71,7 @@ class SlurmJobs:
             raise InvalidInput(
                 f"{missing[0]} is not installed on this machine",
                 field="--slurm",
-                hint="run the server where jobs of Slurm are submitted",
+                hint="start the server on a machine with Slurm's commands",
             )
         self._refused_jobs: dict[str, RefusedJob] = {}
         self._queried_at: dict[str, float] = {}

@@ -34,8 +34,9 @@ from distill_server.runners.slurm.script import job_script
 PAUSE_SECONDS = 2.0
 # The delay after which another node's writes to shared storage are visible.
 _STORAGE_SECONDS = 3.0
-# How long Slurm must answer without listing an attempt before the attempt is submitted again (its
-# server may have died before the submission), and before it is declared lost.
+# If Slurm answers and does not list an attempt for the first time, the attempt is submitted again,
+# because its server may have died before the submission. After the second time, the attempt is
+# declared lost.
 _RESUBMIT_SECONDS, _ABSENT_SECONDS = 10.0, 300.0
 _LOG_LINES = 5
 

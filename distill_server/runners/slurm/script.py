@@ -18,7 +18,7 @@ _TEMPLATE = """\
 exec {driver}
 """
 _OPTION = re.compile(r"[a-z][a-z-]*(=[^\n]*)?")
-# The runner sets some of these options itself. With the others, it would not find its job.
+# The runner sets some of these options itself. With the other options, it would not find its job.
 _RESERVED = frozenset(
     {"job-name", "requeue", "no-requeue", "export", "export-file", "output", "error", "open-mode"}
     | {"chdir", "ntasks", "cpus-per-task", "gpus-per-task", "array", "wrap", "wait", "clusters"}

@@ -54,11 +54,11 @@ class Chunk:
     tail_sum: Tensor
 
     def gradient(self, row_gradients: Rows, dtype: torch.dtype) -> Tensor:
-        """Return d(loss)/d(products) [n, V]. Call it once.
+        """Return d(loss)/d(products) [n, V]; see the module docstring. Call this method once.
 
         `row_gradients` are the derivatives of the loss with respect to the rows. `dtype` is the
         dtype of the matrix products that read the gradient. The Triton kernels write the gradient
-        in this dtype, which saves memory traffic; other code writes the gradient into the buffer.
+        in this dtype, which saves memory traffic; other code overwrites `buffer` with the gradient.
         """
         head, tail = row_gradients.head_logprobs, row_gradients.tail_logmass
         token, samples = row_gradients.token_logprobs, row_gradients.sample_logprobs

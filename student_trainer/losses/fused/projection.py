@@ -96,7 +96,7 @@ class HeadGradients:
         """Return the three gradients, scaled in place by `factor`. Call this method once.
 
         The order is hidden states, weight, bias. Each gradient has the dtype of its input.
-        `factor`: a scalar; None leaves them as they are.
+        `factor`: a scalar; None does not change the gradients.
         """
         return [
             None if grad is None else (grad if factor is None else grad.mul_(factor)).to(dtype)

@@ -50,7 +50,7 @@ def tail_statistics(logits: Tensor, curve: LogitCurve) -> tuple[Tensor, Tensor, 
 def _subtract_top(
     curve: LogitCurve, block: Tensor, top: Tensor, spare: Tensor, flatness: Tensor | None = None
 ) -> None:
-    """Replace `block` by curve(block) - top, and `flatness` by the slopes over the steepest.
+    """Replace `block` by curve(block) - top, and `flatness` by slopes / steepest slope.
 
     `flatness` is None if the curve has no height, since all slopes are then 1. Overwrites `spare`.
     """

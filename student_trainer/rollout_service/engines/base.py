@@ -15,7 +15,7 @@ class RolloutEngineInfo:
     """The model, the limits and the supported features of an engine.
 
     max_length: maximum tokens of one sequence; None: no limit. in_flight: the supported values of
-    `WeightsVersion.in_flight`. lora_rank: rank of the adapters that its snapshots contain; 0: they
+    `WeightsVersion.in_flight`. lora_rank: rank of the adapters that snapshots contain; 0: snapshots
     contain all weights. sleeps: `RolloutEngine.sleep` frees memory, and the engine starts asleep.
     """
 
@@ -33,8 +33,8 @@ class RolloutEngineInfo:
 class RolloutEngine(Protocol):
     """Samples sequences with a model whose weights are replaced repeatedly.
 
-    `service.py` calls it from one event loop. It loads weights only as `WeightsVersion.in_flight`
-    allows: with "drain" when no order runs.
+    `service.py` calls the engine from one event loop, and loads weights only as
+    `WeightsVersion.in_flight` allows: with "drain" only when no order runs.
     """
 
     @property
@@ -44,8 +44,8 @@ class RolloutEngine(Protocol):
     async def load(self, version: WeightsVersion) -> None:
         """Load the weights of a snapshot, and verify them with its probe.
 
-        1. The engine replaces its weights. If orders (requests to sample, see `Order`) run, it
-           pauses them first.
+        1. The engine replaces its weights. If orders (requests to sample, see `Order`) run, the
+           engine pauses the orders first.
         2. Paused orders continue with the new weights. If `version.in_flight` is "recompute", the
            engine first computes their KV cache again; if it is "keep", the cache is unchanged.
         3. The engine scores the probe: token ids with the log-probs that the trainer computed.

@@ -200,7 +200,7 @@ def _request_noise(request: SequenceRequest, order: Order, *, draws: bool) -> Te
 
 
 def _copy_weights(names: Set[str], weights: Iterable[tuple[str, Tensor]], model: Any) -> None:
-    """Copy the published weights of `model`, with these names, into it."""
+    """Copy published weights, given by name, into `model`."""
     model_weights: Mapping[str, Tensor] = model.state_dict()
     if model_weights.keys() >= names:
         for name, weight in weights:

@@ -294,7 +294,7 @@ class VllmRolloutEngine:
         params = SamplingParams(
             max_tokens=sequence.limit,
             stop_token_ids=ends,
-            ignore_eos=True,  # `ends` has it
+            ignore_eos=True,  # `ends` contains the model's end token
             detokenize=False,
             output_kind=RequestOutputKind.DELTA if marks else RequestOutputKind.FINAL_ONLY,
             extra_args=request_fields(running_order.name, order, index),

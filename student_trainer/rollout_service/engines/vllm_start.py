@@ -63,8 +63,8 @@ def start_vllm(
         worker_cls=_WORKER,
         distributed_executor_backend=executor(tensor_parallel_size),
         additional_config={"service_pid": os.getpid()},
-        # vLLM then has the short rotary factors of LongRoPE, as the trainer. Without: the longest
-        # context that fits in memory, at most the model's own maximum.
+        # With a length, vLLM uses the short rotary factors of LongRoPE, as the trainer does. With
+        # -1, vLLM uses the longest context that fits in memory, at most the model's own maximum.
         max_model_len=rope_switch(AutoConfig.from_pretrained(model).get_text_config()) or -1,
         skip_tokenizer_init=True,
         trust_remote_code=False,

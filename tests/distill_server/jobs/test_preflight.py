@@ -102,7 +102,10 @@ CASES = {
     ),
     "k > max": Refusal(
         {"teacher__top_k": 14},
-        ("teacher.top_k: 14 is more than the teacher returns (13)", "lower the value to 13"),
+        (
+            "teacher.top_k: 14 head ids are more than the teacher returns (13)",
+            "lower the value to 13",
+        ),
     ),
     "too long": Refusal(
         {"method__max_new_tokens": 49},
@@ -323,7 +326,7 @@ def test_a_check_is_a_submit_that_queues_nothing(address: str, tmp_path: Path) -
     with checking_site(tmp_path) as server:
         check = server.control.check
         server.run(check(json.dumps(job(tmp_path, address))))
-        with pytest.raises(InvalidInput, match="14 is more than the teacher returns"):
+        with pytest.raises(InvalidInput, match="14 head ids are more than the teacher returns"):
             server.run(check(json.dumps(job(tmp_path, address, teacher__top_k=14))))
         with pytest.raises(InvalidInput, match="max_steps"):
             server.run(check(json.dumps({**job(tmp_path, address), "max_steps": 0})))

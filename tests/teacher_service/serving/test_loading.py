@@ -96,12 +96,12 @@ def loading(tmp_path: Path, tiny_model: Path) -> Iterator[GatedTeacher]:
 
 
 def test_callers_learn_the_share_and_their_queries_wait(loading: GatedTeacher) -> None:
-    message_pattern = re.compile(r"it is loading its model \(reading its weights: (4\d|5\d)%\)")
+    message_pattern = re.compile(r"the model is loading \(reading its weights: (4\d|5\d)%\)")
     fault = loading.fault()
     assert isinstance(fault, Unavailable)
     assert message_pattern.fullmatch(fault.message), fault
     with TeacherClient(loading.address, patience_seconds=1.0) as client:
-        with pytest.raises(Unavailable, match="answers: it is loading its model"):
+        with pytest.raises(Unavailable, match="answers: the model is loading"):
             client.info()
         answer: Future[object] = client.submit(QUERY)  # type: ignore[assignment]
         with pytest.raises(TimeoutError):
@@ -126,7 +126,7 @@ def test_a_run_waits_and_tells_the_share(
     )
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait_for_teachers, config, Output())
-        sentence = "answers: it is loading its model (reading its weights: "
+        sentence = "answers: the model is loading (reading its weights: "
         printed_text = ""
         while sentence not in printed_text:
             assert not waiting.done()
@@ -144,7 +144,7 @@ def test_a_run_waits_and_tells_the_share(
 
 def test_doctor_tells_the_share(loading: GatedTeacher) -> None:
     problem = _check_connection("teacher", loading.address).problem
-    assert problem.startswith(f"{loading.address} answers: it is loading its model (reading")
+    assert problem.startswith(f"{loading.address} answers: the model is loading (reading")
 
 
 def test_probes_over_http(loading: GatedTeacher) -> None:
@@ -170,7 +170,9 @@ def test_callers_over_http_learn_the_share(loading: GatedTeacher) -> None:
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
             message = answer.json()["error"]["message"]
             assert re.fullmatch(
-                r"it is loading its model \(reading its weights: (4|5)\d%\); wait for it", message
+                r"the model is loading \(reading its weights: (4|5)\d%\);"
+                " wait until the model is loaded",
+                message,
             )
         loading.go_on()
         assert client.get("/health").status_code == 200
