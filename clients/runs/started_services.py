@@ -57,25 +57,25 @@ PLACED_VARIABLE = "DISTILL_ROLLOUT_SERVICES"
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A service. address: HOST:PORT while it runs, else "". problem: why it is not running."""
+class PlacedService:
+    """A service on a cluster. address: HOST:PORT, "" if the service does not run; problem: why."""
 
     address: str = ""
     problem: str = ""
 
 
-def write_placed(file: Path, services: Sequence[Placed], *, one_machine: bool) -> None:
+def write_placed(file: Path, services: Sequence[PlacedService], *, one_machine: bool) -> None:
     """Replace the file. `one_machine` is True if all services and trainers are on one machine."""
     listed = [asdict(service) for service in services]
     replace_file(file, json.dumps({"one_machine": one_machine, "services": listed}) + "\n")
 
 
-def read_placed(file: Path) -> tuple[list[Placed], bool]:
+def read_placed(file: Path) -> tuple[list[PlacedService], bool]:
     """Return the services and `one_machine`. Raises Unavailable if the file cannot be read."""
     try:
         document = read_document(file)
         services = [
-            Placed(str(service["address"]), str(service["problem"]))
+            PlacedService(str(service["address"]), str(service["problem"]))
             for service in document["services"]
         ]
         return services, bool(document["one_machine"])

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from clients.runs.started_services import PLACED_VARIABLE, Placed, write_placed
+from clients.runs.started_services import PLACED_VARIABLE, PlacedService, write_placed
 from distill_server.runners.ray.places import ActorPlace
 from protos.auth.access import TOKENS_VARIABLE
 from protos.rpc.channel import ROLLOUTS_TOKEN, TEACHER_TOKEN
@@ -86,7 +86,7 @@ class _Engine:
     place: ActorPlace | None = None
     directory: Path | None = None
     log_start: int = 0
-    entry: Placed = field(default_factory=Placed)
+    entry: PlacedService = field(default_factory=PlacedService)
 
 
 class Engines:
@@ -110,7 +110,7 @@ class Engines:
         self._file = directory / "rollout-services.json"
         self._is_one_machine = False
         self._engines = [_Engine(number, create_actor(number)) for number in range(count)]
-        self._written_entries: list[Placed] | None = None
+        self._written_entries: list[PlacedService] | None = None
 
     @property
     def variables(self) -> dict[str, str]:
@@ -170,7 +170,7 @@ class Engines:
             engine.was_ready = True
             host = self._listen_host(engine.place)
             host = f"[{host}]" if ":" in host else host
-            engine.entry = Placed(f"{host}:{engine.place.port}")
+            engine.entry = PlacedService(f"{host}:{engine.place.port}")
 
     def _find_place(self, engine: _Engine) -> ActorPlace | None:
         try:
@@ -217,7 +217,7 @@ class Engines:
         # One failure may be chance: another program may have taken the free port.
         is_never_ready = engine.starts > 1 and not engine.was_ready
         if ends_too_often or is_never_ready:
-            engine.entry = Placed(problem=problem[:_SHOWN_CHARS])
+            engine.entry = PlacedService(problem=problem[:_SHOWN_CHARS])
             engine.actor.close()
         else:
             self._log_note(engine, f"{reason}; the driver starts the service again")
@@ -227,7 +227,7 @@ class Engines:
         engine.actor.close()
         engine.actor = self._create_actor(engine.number)
         engine.place = engine.directory = None
-        engine.entry = Placed()
+        engine.entry = PlacedService()
 
     def _listen_host(self, place: ActorPlace) -> str:
         return _LOOPBACK if self._is_one_machine else place.address

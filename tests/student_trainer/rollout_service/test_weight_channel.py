@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from clients.runs.started_services import Placed, PlacedAddress, write_placed
+from clients.runs.started_services import PlacedAddress, PlacedService, write_placed
 from protos.rpc.failpoints import arm
 from student_trainer.parallel.collectives import make_accelerator
 from student_trainer.rollout_client.engine_client import EngineClient
@@ -163,12 +163,12 @@ def test_an_engine_moves(start_service: StartService, tmp_path: Path, kind: str)
     """A version of before its move can still be ordered."""
     services = tmp_path / "services.json"
     engine = start_service()
-    write_placed(services, [Placed(engine.address)], one_machine=False)
+    write_placed(services, [PlacedService(engine.address)], one_machine=False)
     with open_trainer(kind, tmp_path, "run", [PlacedAddress(services, 0)]) as trainer:
         version = trainer.publish(1, student(1))
         trainer.assert_sampled(version, student(1))
         engine.kill()
         moved = start_service("--host", "127.0.0.2")
-        write_placed(services, [Placed(moved.address)], one_machine=False)
+        write_placed(services, [PlacedService(moved.address)], one_machine=False)
         trainer.assert_sampled(version, student(1))
         trainer.assert_sampled(trainer.publish(2, student(2)), student(2))
