@@ -43,7 +43,7 @@ FORMATS = ".jsonl, .json, .csv (also .gz, .zst) or .parquet"
 # The first records of a file, and the bytes that are read to find them.
 START_RECORDS = 8
 _START_BYTES = 1 << 20
-_MAX_CELL_CHARS = 1 << 30  # of a CSV file; the default of the module csv is 128 Ki
+_MAX_CELL_CHARS = 1 << 30  # of a value of a CSV file; the module csv has the default 128 Ki
 _WILDCARD = re.compile(r"[*?\[]")
 
 

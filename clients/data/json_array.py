@@ -11,8 +11,8 @@ from clients.data.outside import parse_json
 
 _CHUNK_BYTES = 1 << 20
 _SPACES = " \t\r\n"
-# So close to the end of the text that was read, a value or an error may come from the cut: no
-# literal and no escape sequence is longer.
+# The longest literal or escape sequence. A value or an error this close to the end of the read text
+# may come from the cut at that end.
 _MAX_LITERAL = 16
 
 
@@ -41,7 +41,7 @@ def read_elements(stream: BinaryIO) -> Iterator[Any]:
 
 
 class _Window:
-    """The part of a text that is in memory. position: index in it of what is read next."""
+    """The part of a text that is in memory. position: index of the next character in this part."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -49,8 +49,8 @@ class _Window:
         self._text = ""
         self.position = 0
         self._is_complete = False
-        self._bytes = 0  # that were decoded
-        # Of the text before the window.
+        self._bytes = 0  # number of decoded bytes
+        # The size of the text before the window.
         self._chars = self._lines = self._column = 0
         self._decode_value = json.JSONDecoder().raw_decode
 

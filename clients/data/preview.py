@@ -27,7 +27,7 @@ from protos.errors import InvalidInput
 # Records of a data set that a preview counts, and that a job encodes before its first step.
 # Images take longer.
 SURVEY, SURVEY_WITH_IMAGES = 1000, 32
-SHOWN = 5  # records that a preview shows, unless asked for others
+SHOWN = 5  # default number of records that a preview shows
 MAX_BYTES = 512 << 10  # maximum size of the preview in a run directory, which pages read
 # Tokens that are shown: the first and the last of a run, and all of a sequence.
 _FIRST, _LAST, _MOST = 240, 80, 1500

@@ -144,7 +144,7 @@ class PromptFormat:
         Names of control tokens in the texts are encoded as plain text. Raises InvalidInput as
         `rendered` does, or if the chat template does not mark the assistant tokens.
         """
-        if isinstance(tokenizer.chat_template, Mapping):  # the one for tools may mark nothing
+        if isinstance(tokenizer.chat_template, Mapping):  # the template for tools may mark nothing
             check_generation(tokenizer.get_chat_template(None, conversation.tools))
         marked = mark_names_in(tokenizer, conversation, location)
         encoding = self._apply_template(

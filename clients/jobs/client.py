@@ -153,7 +153,7 @@ class DistillClient:
         `after` and values such as `@NAME/store` may refer to earlier jobs of the list. Arguments
         and errors are those of `submit`.
         """
-        # Made once per call, so that a retry of the call cannot queue other jobs.
+        # One key per call, so that a retry of the call cannot queue the jobs twice.
         key = idempotency_key or secrets.token_hex(16)
         # In the first request only: a hundred copies of the text can exceed the size of a message.
         texts = [config_text] + [""] * len(configs)

@@ -23,8 +23,8 @@ class JobState(StrEnum):
         return UNKNOWN if value == "UNKNOWN" else None
 
 
-# The state of a job of a newer server if this version has no such state. No member of the
-# enumeration: a server has no jobs in this state, and nobody can ask for them.
+# A newer server may have a state that this version does not know. UNKNOWN is no member of JobState:
+# a server has no jobs in this state, and users cannot select it.
 UNKNOWN: JobState = str.__new__(JobState, "UNKNOWN")
 UNKNOWN._name_ = UNKNOWN._value_ = "UNKNOWN"
 

@@ -199,7 +199,7 @@ def saved_per_token(load: Load) -> int:
     copies = 5 * h if has_copies else 2 * h
     attention = c * (q + 2 * k + q) + FLOAT32 * s.heads  # q, k, v, output, log-sum-exp
     if (group := load.context_parallel) > 1:
-        # A second output, for the process's own tokens; key-value heads repeated to an equal share.
+        # A second output for the process's own tokens; repeated key-value heads, for equal shares.
         attention += c * (q + 2 * k * (group // math.gcd(s.kv_heads, group) - 1))
     if load.lora and has_copies:
         copies += q  # bfloat16 copy of the output projection's input

@@ -12,9 +12,9 @@ from clients.runs.metrics_file import Point, read_points
 
 log = logging.getLogger(__name__)
 
-# The first of these that was measured decides.
+# The first of these metrics that was measured selects the step.
 JUDGES = ("eval/reward", "eval/kl", "eval/kl_bound", "eval/cross_entropy")
-# Names of held-out metrics of which the larger, or the smaller, value is the better one.
+# Names of held-out metrics whose larger values are better, and whose smaller values are better.
 _LARGER = re.compile(r"eval/(anchor/)?(reward|accuracy|pass@\d+|maj@\d+)")
 _SMALLER = re.compile(r"eval/(anchor/)?(kl|kl_bound|cross_entropy|perplexity)")
 

@@ -43,7 +43,7 @@ from protos.errors import CATEGORIES, NotFound, WrongState
 Verdict = Literal["running", "succeeded", "failed", "cancelled"]
 
 _T = TypeVar("_T")
-# The ranks of a killed launcher end after it, under load by more than a moment.
+# When a launcher is killed, its ranks end later, on a busy machine by seconds.
 _LOCK_SECONDS = 10
 # A trainer that an earlier version has started writes the class of the error, as `error`.
 _CODES = {category.__name__: category.code.value for category in CATEGORIES}

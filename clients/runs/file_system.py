@@ -18,7 +18,7 @@ from typing import IO
 
 from protos.errors import InvalidInput
 
-# What file systems answer that keep no order of renames, or no locks.
+# Errors of file systems that cannot sync a directory or have no locks.
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 

@@ -1,8 +1,9 @@
 """Directories of cached records: their locks, and the deletion of unused directories.
 
 The process that holds the lock of a directory sets the time of the lock file every few seconds. A
-process that waits can therefore tell long work from a suspended process, for which it does not
-wait. The time is also that of the last use.
+process that waits for the lock can therefore distinguish long work from a suspended process: it
+waits for the work, but not for the suspended process. The time of the lock file is also the time of
+the last use.
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ def delete_entry(directory: Path) -> bool:
         with (directory / LOCK).open("a") as lock:
             with suppress(InvalidInput):  # without locks, no process uses the directory
                 lock_file(lock, directory / LOCK, wait=False)
-            # Renamed first, so that nothing is deleted that another process makes in its place.
+            # Rename the directory first: another process may create a new directory at the old
+            # path.
             deleted = directory.with_name(f".deleted-{os.getpid()}-{directory.name[-64:]}")
             directory.rename(deleted)
             shutil.rmtree(deleted, ignore_errors=True)

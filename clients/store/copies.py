@@ -137,7 +137,7 @@ def _is_copied(copy: Path, facts: ShardFacts) -> bool:
 def cache_directory() -> Path:
     """Return the directory of local copies of objects, and of cached records of data sets.
 
-    Raises InvalidInput if it is in the home directory of a user who has none.
+    Raises InvalidInput if the user has no home directory and $XDG_CACHE_HOME is not set.
     """
     try:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

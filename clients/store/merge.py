@@ -106,7 +106,7 @@ def _require_complete(path: Path, manifest: Manifest) -> None:
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
-    """Hard-link an immutable file; copy it where that fails, as between file systems."""
+    """Hard-link an immutable file; copy the file if the link fails, as between file systems."""
     try:
         os.link(source, target)
     except OSError:

@@ -32,7 +32,7 @@ PATIENCE_SECONDS = 300.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 _CHUNK_BYTES = 8 << 20
 _CONNECT_SECONDS, _REQUEST_SECONDS = 10, 60
-_GOOGLE_SECONDS = 5  # Google's library repeats a request for this time; its default: 15 minutes
+_GOOGLE_SECONDS = 5  # Google's library repeats a request for this time (default: 15 minutes)
 _MAX_READS = 3  # attempts to read a damaged manifest
 _CLAIM_NAME = "writer"  # the object that names the process that may write
 # Parts of pyarrow's error messages, which have no codes.
@@ -194,7 +194,7 @@ class ObjectFolder:
         """Delete a folder with its files, if it exists. Raises as `write`."""
         self._require_claim()
         if any(path.startswith(f"{name}/") for path in self.tree()):
-            # Google's has no object for the folder itself.
+            # Google's storage has no object for the folder itself.
             with suppress(FileNotFoundError):
                 self._retry(lambda: self._files.delete_dir(self._path(name)))
 

@@ -41,9 +41,9 @@ _COLUMNS = {"file": "int32", "row": "int64", "text": "large_binary", "checksum":
 BYTES_PER_RECORD = 24  # file, row, place of the text, checksum
 _BATCH = 4096
 _SECONDS_BETWEEN_REPORTS = 10.0
-# A file that changed less than this before it was hashed may change again in the same clock tick.
+# A file that changed less than this before the hash may change again in the same clock tick.
 _CLOCK_SECONDS = 2.0
-# The key of an object that stands for bytes, and as JSON writes it.
+# Bytes are stored as an object with this key. The second value is the key as JSON writes it.
 _BYTES, _ESCAPED_BYTES = "\0bytes", rb"\u0000bytes"
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def records_directory() -> Path:
 class CachedRecords:
     """The records of a data set: a memory-mapped file, or a list if there is no cache.
 
-    directory: of results about these records; None without a cache.
+    directory: the directory of the results of checks; None without a cache.
     """
 
     def __init__(

@@ -43,8 +43,9 @@ log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 128
 MAX_PREFETCH_BYTES = 256 << 20
-# A teacher that computes one huge batch scores nothing although it is healthy: wait this many times
-# `patience_seconds` for it. While it scores requests of others, ours wait in its queue.
+# A healthy teacher scores nothing while it computes one huge batch: wait this many times
+# `patience_seconds` for such a teacher. While a teacher scores requests of other clients, this
+# client's requests wait in the queue of the teacher.
 _BUSY_FACTOR = 10
 _ENVELOPE_BYTES = 1024
 
@@ -141,13 +142,13 @@ class TeacherClient:
         teacher counts as unreachable at once.
 
         The fingerprint is that of the rows with the adapter of this client. Teachers that do not
-        answer within 5 s are logged. Raises Unavailable if none answers,
-        WrongState if two of them differ or one lacks the adapter, InvalidInput if a server is not a
-        teacher, Unauthenticated or Forbidden if a token is refused.
+        answer within 5 s are logged. Raises Unavailable if no teacher answers, WrongState if two
+        teachers differ or a teacher lacks the adapter, InvalidInput if a server is not a teacher,
+        Unauthenticated or Forbidden if a token is refused.
         """
         teacher_info: TeacherInfo | None = None
         faults: list[DistillError] = []
-        # All at the same time, so that two unreachable teachers take 5 s and not 10.
+        # Call all teachers at the same time, so that two unreachable teachers take 5 s and not 10.
         calls = [lane.start_info_call(waits=waits) for lane in self._lanes]
         max_draws, takes_vocab_size = MAX_TAIL_DRAWS, True
         for lane, call in zip(self._lanes, calls, strict=True):
@@ -177,7 +178,7 @@ class TeacherClient:
     def load(self) -> TeacherLoad:
         """Return the current load and the counters of the first teacher.
 
-        Raises Unavailable if it does not answer within 5 s.
+        Raises Unavailable if the teacher does not answer within 5 s.
         """
         [lane, *_] = self._lanes
         try:

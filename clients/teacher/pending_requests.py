@@ -234,7 +234,7 @@ class RequestStream:
         self._vocab_size = vocab_size
         self._window = window
         self._changed = window._changed
-        self._idle = False  # its sender waits for a request
+        self._idle = False  # the sender of the stream waits for a request
         self._paused_until = 0.0
         self._ended = False
         self.in_flight: OrderedDict[str, PendingAnswer] = OrderedDict()

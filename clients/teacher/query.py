@@ -24,9 +24,10 @@ IDENTITY_KEY = "distill-teacher"
 # Metadata of a Score call whose requests wait until no request of another call waits.
 TURN_KEY, LAST_TURN = "distill-turn", "last"
 # At a lower temperature, head log-probs leave the range of float16 (-65,504): the second id of a
-# row would be -inf. At this one, logits may be 65 apart.
+# row would be -inf. At this temperature, logits may be 65 apart.
 MIN_TEMPERATURE = 1e-3
-# More is of no use: the standard deviation of a loss falls with the square root of their number.
+# More samples are of no use: the standard deviation of a loss falls only with the square root of
+# the number of samples.
 MAX_TAIL_SAMPLES = 256
 MAX_TAIL_DRAWS = 256
 REQUEST_ENVELOPE_BYTES = 1024  # the other fields of a request
@@ -41,11 +42,11 @@ class ScoreQuery:
     - `top_k`: head size if the teacher chooses the head ids (its k most likely tokens)
     - `head_ids`: int32 [T - start, k], head ids chosen by the student; exactly one of `top_k` and
       `head_ids` must be given
-    - `temperature`: the teacher divides its logits by it; at least MIN_TEMPERATURE
+    - `temperature`: the divisor of the teacher's logits; at least MIN_TEMPERATURE
     - `f32`: return head log-probs as float32, not float16
     - `tail_samples`: ids per row that the teacher samples, with replacement, from outside the head
-    - `seed`: 0 <= seed < 2**64; the tail samples of a row are a function of it and of the tokens
-      before the row
+    - `seed`: 0 <= seed < 2**64; the tail samples of a row are a function of the seed and of the
+      tokens before the row
     - `draw_ids`: int32 [T - start, M], ids that the student drew from its own tail; the teacher
       returns their log-probs. Not together with `tail_samples`.
     - `vocab_size`: the rows are of the softmax over the teacher's first `vocab_size` logits; None:

@@ -100,7 +100,7 @@ def collect_contents(
 def format_state(
     step: int, facts: Mapping[str, str] | None, metrics: Mapping[str, float] | None
 ) -> bytes:
-    """Return the text of state.json. `metrics` are the step's, if they are not logged yet."""
+    """Return the text of state.json. `metrics`: the step's metrics if not yet logged."""
     state = {"step": step, **(facts or {})}
     if metrics is not None:
         state["metrics"] = dict(metrics)
@@ -116,7 +116,7 @@ def delete_old(root: Path, keep: int, *, best: int | None = None) -> None:
     """Delete all checkpoints except the newest `keep` and that of step `best`.
 
     Also deletes the temporary directories of interrupted saves. Raises WrongState if a newer
-    attempt has taken over the run: the checkpoints are then that attempt's.
+    attempt has taken over the run: the checkpoints then belong to that attempt.
     """
     require_unfenced()
     for path in _list_checkpoints(root)[:-keep]:

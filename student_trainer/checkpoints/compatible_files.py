@@ -71,7 +71,7 @@ def make_tokenizer_compatible(file: Path) -> None:
     if config.get("tokenizer_class") == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if (file.parent / "chat_template.jinja").is_file():
-        config.pop("chat_template", None)  # some programs prefer it
+        config.pop("chat_template", None)  # some programs prefer this entry
     tokens = config.get("extra_special_tokens")
     if isinstance(tokens, list):  # transformers 4 reads a table by name
         del config["extra_special_tokens"]
@@ -90,8 +90,8 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
 def _keeps_rope(text: Mapping[str, Any], old_keys: Mapping[str, Any]) -> bool:
     """Return whether transformers 5 reads the same rotary embedding with the keys of version 4.
 
-    Some types that version 4 does not have refuse these keys. The keys of a type that is not of
-    transformers are kept, since its code may read them.
+    Some types that version 4 does not have refuse these keys. The keys of a type that transformers
+    does not have are kept, because the code of this type may read them.
     """
     if text.get("model_type") not in CONFIG_MAPPING:
         return True
@@ -117,7 +117,7 @@ def _old_rope_keys(rope_parameters: Mapping[str, Any], model_type: str) -> dict[
             key: value for key, value in rope_parameters.items() if key not in _TOP_LEVEL_ROPE_KEYS
         }
         if scaling.keys() - {"rope_type", "type"} or scaling.get("rope_type") != "default":
-            if model_type == "phi3":  # it takes these three entries only
+            if model_type == "phi3":  # transformers 4 accepts only these three entries
                 factors = {key: scaling[key] for key in ("short_factor", "long_factor")}
                 scaling = {"type": scaling["rope_type"], **factors}
             keys["rope_scaling"] = scaling

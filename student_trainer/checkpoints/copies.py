@@ -260,7 +260,7 @@ class RunCopies:
         """
         lines_to_step = []
         data = self._folder.read("metrics.jsonl") or b""
-        for line in data[: data.rfind(b"\n") + 1].splitlines():  # the last may be incomplete
+        for line in data[: data.rfind(b"\n") + 1].splitlines():  # the last line may be incomplete
             values = json.loads(line)
             if values["step"] <= step:
                 lines_to_step.append(json.dumps({**values, "attempt": self._attempt}) + "\n")
@@ -397,7 +397,7 @@ def _require_same_job(folder: ObjectFolder, config: AnyTraining, limits: Limits)
             hint="set checkpoint.copy_to to another URL, or use the version that wrote the copies",
         ) from error
     own_values = _comparable_values(limits.apply(config))
-    if None in (stored_values.get("epochs"), own_values.get("epochs")):  # `max_steps` is in force
+    if None in (stored_values.get("epochs"), own_values.get("epochs")):  # `max_steps` is used
         own_values = {**own_values, "epochs": stored_values.get("epochs")}
     if difference := first_difference(stored_values, own_values):
         key, stored_value, own_value = difference

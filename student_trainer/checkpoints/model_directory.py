@@ -116,7 +116,7 @@ def collect_small_files(
 ) -> dict[str, bytes]:
     """Return the files of a checkpoint's model directory that hold no weights, by name.
 
-    They do not change during a run. `source_files`: see `write_small_files`.
+    These files do not change during a run. `source_files`: see `write_small_files`.
     """
     with tempfile.TemporaryDirectory() as name:
         path = Path(name)

@@ -38,7 +38,7 @@ from student_trainer.parallel.shards import full_tensor, local, rows_of_part
 log = logging.getLogger(__name__)
 
 _PAUSE = 0.02  # seconds between two checks of the other threads
-_PARTS = "parts"  # directory of the files that say that a part is complete
+_PARTS = "parts"  # directory with one file for each complete part
 # Builds this process's files of a checkpoint, by name. Waits until the orders that ran when the
 # function was created have ended; returns {} if the event is set first. Runs in another thread.
 LaterFiles = Callable[[threading.Event], Mapping[str, bytes]]
@@ -286,7 +286,7 @@ class _BackgroundWrite:
 class _HostMemory:
     """Host buffers for this process's rows of all tensors, reused by every save.
 
-    Buffers are pinned if the tensors are on a GPU. Allocating new ones for each save would take
+    Buffers are pinned if the tensors are on a GPU. Allocating new buffers for each save would take
     longer than the copy.
     """
 

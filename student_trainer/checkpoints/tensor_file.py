@@ -49,7 +49,8 @@ _DTYPES = {
 class TensorFile:
     """The layout of a file.
 
-    header: its bytes. places: (shape, first byte, end) of each tensor by name, in file order.
+    header: the bytes of the header. places: (shape, first byte, end) of each tensor by name, in
+    file order.
     """
 
     header: bytes
@@ -113,8 +114,8 @@ class PartWriter:
     ) -> None:
         """Open `path`, which other processes may be writing too. Part 0 writes the header.
 
-        `hashed`: whether to compute the digest. It is the digest of the part if the tensors are
-        written in the order of `file.places`.
+        `hashed`: whether to compute the digest. The digest is the digest of the part if the tensors
+        are written in the order of `file.places`.
         """
         self._file = file
         self._part, self._parts = part, parts

@@ -18,7 +18,7 @@ _FIELD = "environment.retriever"
 class LocalRetriever:
     """BM25 search over the passages of a file, held in memory.
 
-    A passage is the column `contents`: its title, a line end and its text, as in the corpus of
+    A passage is a value of the column `contents`: title, line end and text, as in the corpus of
     Search-R1.
     """
 

@@ -90,8 +90,8 @@ def _answer_questions(
 ) -> list[list[StoredAnswer | None]]:
     """Return all answers of a model. Requests the answers that are not on disk.
 
-    An answer is None if the model refused its prompt. Raises a DistillError if it refused all
-    prompts.
+    An answer is None if the model refused its prompt. Raises a DistillError if the model refused
+    all prompts.
     """
     model, samples = config.models[name], range(config.method.samples)
 

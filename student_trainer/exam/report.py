@@ -137,7 +137,7 @@ def judge(
     answers: Sequence[Sequence[StoredAnswer | None]],
     rewards: Rewards,
 ) -> GradedAnswers:
-    """Score the answers. answers[i]: the answers to questions[i], equally many for each."""
+    """Score the answers. answers[i]: the answers to questions[i], as many as to questions[0]."""
     samples = [
         RewardSample(question.text, answer.text, question.reference, question.fields, answer.tokens)
         for question, question_answers in zip(questions, answers, strict=True)

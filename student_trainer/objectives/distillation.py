@@ -32,7 +32,7 @@ from student_trainer.losses import (
     weight_loss,
 )
 
-# Mean squared norm of a token's gradient in the logits; below it, float32 rounding is the gradient.
+# Mean squared norm of a token's gradient in the logits; a smaller gradient is float32 rounding.
 EQUAL_POLICIES = 1e-10
 
 

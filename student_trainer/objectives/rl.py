@@ -63,10 +63,10 @@ class KLTerm:
 class RLSequence(ScoredSequence):
     """A rollout with its rows and its advantage.
 
-    rows: of the first KL term. other_rows: of the other terms, in order. advantage: [] for the full
-    answer, or [learned], one per learned token. is_included: False if the loss excludes the answer.
-    old_logprobs [learned]: log-probs of the tokens under p_old, in nats; None in the first update
-    of a step, where p_old is the student itself.
+    rows: the rows of the first KL term. other_rows: the rows of the other terms, in order.
+    advantage: [] for the full answer, or [learned], one per learned token. is_included: False if
+    the loss excludes the answer. old_logprobs [learned]: log-probs of the tokens under p_old, in
+    nats; None in the first update of a step, where p_old is the student itself.
     """
 
     other_rows: tuple[RowBlock, ...]
@@ -193,7 +193,7 @@ class RLObjective:
         log_ratio = self._compute_log_ratio(rows, batch, all_rows)
         advantages = self._compute_advantages(rows, batch, all_rows)
         importance = self._importance_weights(rows.token_logprobs, batch.sampler_logprobs)
-        # The bounded weights are those of the policy gradient, or of the KL without one.
+        # Measure the bounded weights of the policy gradient; without policy gradient, of the KL.
         weighted_logprobs = (
             _old_logprobs(rows, batch, all_rows)
             if self.has_policy_gradient

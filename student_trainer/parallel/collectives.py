@@ -132,10 +132,11 @@ def _share_first_error(accelerator: Accelerator, own_error: DistillError | None)
 
 
 def time_limit(config: AnyTraining, weights: int) -> timedelta:
-    """Return how long the processes of a job wait for the slowest one. `weights`: the student's.
+    """Return how long the processes of a job wait for the slowest process.
 
-    A process that dies is noticed at once; the limit is for a process that hangs. It is longer than
-    everything that one process may do while the others already wait:
+    `weights`: the number of the student's weights. A process that dies is noticed at once; the
+    limit is for a process that hangs. The limit is longer than everything that one process may do
+    while the others already wait:
 
         600 s                        start, load of a busy machine
         + teacher.patience_seconds   no answer of the teacher

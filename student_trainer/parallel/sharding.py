@@ -51,8 +51,8 @@ class Replicated:
     """Every process has all weights and their optimizer state: DDP, or a single process.
 
     trained: the Student that is trained. full: the Student to use inside `gathered()`, here the
-    same object. device: of this process. gradient_ranks: number of processes over which gradients
-    are averaged.
+    same object. device: the device of this process. gradient_ranks: number of processes over which
+    gradients are averaged.
     """
 
     def __init__(self, accelerator: Accelerator, student: Student) -> None:
@@ -285,8 +285,8 @@ class Sharded:
     def synchronized(self, is_last: bool) -> AbstractContextManager[None]:
         """Return the context for forward and backward of one micro-batch.
 
-        Gradients are reduced over processes in every micro-batch, not only in the `is_last`: FSDP2
-        would keep the gradients of all weights until then.
+        Gradients are reduced over processes in every micro-batch, not only in the `is_last`
+        micro-batch: FSDP2 would keep the gradients of all weights until the last micro-batch.
         """
         return nullcontext()
 
@@ -350,8 +350,7 @@ class Sharded:
         cast(FSDPModule, self.trained).reshard()  # FSDP2 keeps the gathered embeddings
 
     def batches_of_group(self, batch: AnyBatch) -> Sequence[tuple[AnyBatch, bool]]:
-        """Collective. Return the batches of all processes of the group; equal results in all of
-        them.
+        """Collective. Return the batches of all processes of the group, the same in every process.
 
         The batches are in the order of the ranks, each with whether it is `batch`.
         """

@@ -7,8 +7,8 @@ summed over the group. Attention and MLP thus need one all-reduce each, in the f
 backward pass.
 
 The model's plan in transformers (`model.tp_plan`) defines the division of each module. Modules
-outside the layers (embeddings and head) are never divided. Every process of a group computes them
-in full, like the norms of a layer.
+outside the layers (embeddings and head) are never divided. Every process of a group computes
+embeddings, head and the norms of a layer in full.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def main() -> None:
             # If the trainer is killed, nothing else would end a request that never finishes.
             signal.setitimer(signal.ITIMER_REAL, config.timeout_seconds + 5)
             reply = _answer_request(scorer, request)
-            if os.getpid() != process:  # the user's code has forked: only the first one replies
+            if os.getpid() != process:  # a fork by the user's code must not reply
                 os._exit(0)
             _send(channel, request, reply)
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,8 +1,8 @@
 """Tasks of reasoning-gym: generated prompts, scored by the task's own scorer.
 
 Two numbers (seed, index) identify a question, and regenerate it when needed. Held-out questions
-have the first indices. Training uses indices from 2**20 on, and skips questions whose text equals
-that of a held-out question. Does not import torch.
+have the first indices. Training uses indices from 2**20 on, and skips questions with the text of a
+held-out question. Does not import torch.
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ def choose_chat_template(
     """Set the teacher's chat template in the student's tokenizer if `student.chat_template` selects
     it.
 
-    `infos`: of the job's teachers, by name. If the student keeps its template, log and return
-    `template_warnings`. Raises InvalidInput (`student.chat_template`) if
-    the teacher has no template, or if the teachers have different templates.
+    `infos`: the infos of the job's teachers, by name. If the student keeps its template, log and
+    return `template_warnings`. Raises InvalidInput (`student.chat_template`) if the teacher has no
+    template, or if the teachers have different templates.
     """
     if config.student.chat_template == "teacher":
         tokenizer.chat_template = _template_of_teachers(infos)

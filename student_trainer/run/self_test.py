@@ -30,8 +30,8 @@ from student_trainer.rollouts.sampling_probe import SamplingProbe, probe_samplin
 log = logging.getLogger(__name__)
 
 _SHORT, _LONG, _TOP_K = 6, 11, 8
-# The limit of a difference is a multiple of the rounding noise of this model, which is measured in
-# batches that hold equal log-probs; it is within these multiples of the usual rounding.
+# The limit of a difference is a multiple of the rounding noise of this model. The noise is measured
+# in batches with equal log-probs, and then bounded by these multiples of the usual rounding.
 _NOISE_FACTOR, _LEAST, _MOST = 4.0, 0.25, 2.5
 
 
@@ -183,8 +183,8 @@ def _raise_leak(leak: InvalidInput | None) -> None:
 def _has_exact_weights(student: Replicated | Sharded) -> bool:
     """Return whether the student computes in bfloat16 and could compute in float32.
 
-    The weights of a sharded student are gathered in bfloat16, and those under adapters are stored
-    in it.
+    The weights of a sharded student are gathered in bfloat16, and weights under adapters are stored
+    in bfloat16.
     """
     weights = student.trained.model.parameters()
     return (
@@ -196,7 +196,7 @@ def _has_exact_weights(student: Replicated | Sharded) -> bool:
 
 @contextmanager
 def _exact_products(student: Student) -> Iterator[None]:
-    """Compute in float32 inside the context, which tells a leak from the rounding of bfloat16."""
+    """Compute in float32 inside the context, to tell a leak from the rounding of bfloat16."""
     tf32 = torch.backends.cuda.matmul.allow_tf32
     student.bf16 = torch.backends.cuda.matmul.allow_tf32 = False
     try:
@@ -223,7 +223,7 @@ def _find_untrained(student: Replicated | Sharded, ids: Tensor) -> tuple[int, tu
     gradients = {name: w.grad for name, w in weights.items() if w.grad is not None}
     faults = torch.zeros(1, device=student.device)
     for shard in map(local, gradients.values()):
-        if shard.numel():  # the extremes need no tensor of the size of a weight, isfinite does
+        if shard.numel():  # aminmax needs less memory than isfinite on all values
             faults += (~torch.stack(shard.aminmax()).isfinite()).any().to(student.device)
     trained.zero_grad(set_to_none=True)
     untrained = (name for name in weights.keys() - gradients.keys() if "expert" not in name)

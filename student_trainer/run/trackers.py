@@ -21,7 +21,7 @@ from clients.runs.metrics_file import Tracker
 
 log = logging.getLogger(__name__)
 
-# Time for a tracker to send its last values; after it, the trainer ends without them.
+# Time limit for a tracker to send its last values; then the trainer ends without these values.
 SECONDS_TO_CLOSE = 30.0
 _SECONDS_TO_START = 30.0
 

@@ -66,7 +66,8 @@ class RemoteTeacher:
             temperature=self._temperature,
             f32=self._f32,
             tail_samples=self._tail_samples,
-            # A repeated request gets the same samples; another rollout of the prompt gets others.
+            # A repeated request gets the same samples; another rollout of the prompt gets other
+            # samples.
             seed=zlib.crc32(rollout.token_ids.numpy().tobytes()) if self._tail_samples else 0,
             draw_ids=None if rollout.draws is None else view.to_teacher_ids(rollout.draws.ids),
             vocab_size=self._vocab_size,

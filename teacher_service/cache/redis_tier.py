@@ -128,8 +128,8 @@ class _Change:
 class RedisTier:
     """Batches the lookups of one event-loop iteration; writes in the background.
 
-    Stored values expire after `ttl_seconds`. With `zstd`, rows are compressed. Use it from one
-    event loop.
+    Stored values expire after `ttl_seconds`. With `zstd`, rows are compressed. Use this class from
+    one event loop.
     """
 
     name = "redis"
@@ -178,7 +178,7 @@ class RedisTier:
             async with asyncio.timeout(TIMEOUT_SECONDS):
                 value = await lookup.value
         except TimeoutError:
-            # Redis hangs (then `_read` fails too), or many lookups are ahead of this one.
+            # Redis hangs (then `_read` fails too), or many lookups are ahead of this lookup.
             self.counts.errors += 1
             return None
         if not value:

@@ -15,7 +15,7 @@ from teacher_service.capture.teacher import TeacherFacts
 def build_metadata(
     job: CaptureJob, teacher: TeacherFacts, plan: CapturePlan, data_fingerprint: str
 ) -> dict[str, str]:
-    """Return the metadata of the store. `data_fingerprint` is that of the job's data set.
+    """Return the metadata of the store. `data_fingerprint`: fingerprint of the data set.
 
     The result depends only on the job, the teacher and the data, not on the machine, so that the
     metadata of two captures can be compared.

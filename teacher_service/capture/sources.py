@@ -33,7 +33,7 @@ class QuerySettings:
     compress: bool
     tail_samples: int
     seed: int
-    vocab_size: int | None = None  # rows cover so many first ids; None: all ids
+    vocab_size: int | None = None  # number of first ids that rows cover; None: all ids
     folder: Path = Path()  # the folder of the data; paths of images are relative to it
 
     @classmethod

@@ -82,7 +82,8 @@ class TeacherFacts:
     def narrow(self, width: int, tokenizer: Any) -> TeacherFacts:
         """Return the facts of this teacher for a student with `width` logits.
 
-        Its rows then cover the ids that both have. Raises WrongState if other ids have tokens.
+        The rows then cover the ids that teacher and student have in common. Raises WrongState if
+        other ids have tokens.
         """
         common_size = common_ids(width, self.vocab_size, "teacher", tokens_of(tokenizer))
         require_narrowing(self, common_size, "teacher", "student.model")

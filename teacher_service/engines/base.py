@@ -162,7 +162,7 @@ class RemoteEngine(Protocol):
 
     @property
     def requested_tokens(self) -> int:
-        """Tokens of all requests since the start."""
+        """Number of tokens in all requests to the server since the start of the engine."""
         ...
 
 
@@ -205,8 +205,8 @@ class ImageEngine(Protocol):
     def expand_images(self, query: ScoreQuery) -> ScoreQuery:
         """Return a query with images in the form that `score` accepts: with all image tokens.
 
-        Any thread may call it. Raises InvalidInput if an image cannot be used, or if the sequence
-        becomes too long.
+        Any thread may call this method. Raises InvalidInput if an image cannot be used, or if the
+        sequence becomes too long.
         """
         ...
 

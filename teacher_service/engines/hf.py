@@ -150,8 +150,8 @@ class HfEngine:
     def expand_images(self, query: ScoreQuery) -> ScoreQuery:
         """Return a query with images, decoded and with all tokens that the model reads.
 
-        Any thread may call it. Raises InvalidInput if an image cannot be used, or if the sequence
-        becomes too long.
+        Any thread may call this method. Raises InvalidInput if an image cannot be used, or if the
+        sequence becomes too long.
         """
         assert self._reader is not None, "info.placeholder is None"
         return expand_query(query, self._reader, self._max_length())

@@ -45,7 +45,7 @@ class HttpClients:
     """The clients that have requests in progress.
 
     A client is a machine with a token: its connections share one place in the queue, because an
-    HTTP client opens a connection for each concurrent request. Use it from one event loop.
+    HTTP client opens a connection for each concurrent request. Use this class from one event loop.
     """
 
     def __init__(self, budget: AnswerBudget) -> None:

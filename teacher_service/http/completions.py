@@ -1,8 +1,8 @@
 """`POST /v1/completions` with `prompt_logprobs`, in the format of vLLM, for TRL and ms-swift.
 
 Each position of a prompt after the first has an object of its token and of the teacher's k
-likeliest ids, {"ID": {"logprob": NATS, "rank": R}}. The rank of a token that is not among the k is
-k + 1, its lower bound: rows do not contain it.
+likeliest ids, {"ID": {"logprob": NATS, "rank": R}}. If a token is not among these k ids, its rank
+is written as k + 1, a lower bound of the rank, because rows do not contain the rank.
 """
 
 from __future__ import annotations

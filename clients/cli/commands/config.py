@@ -48,7 +48,7 @@ def check(context: typer.Context, job: JobFileArgument, sets: SetOption = None) 
             output.say(note)
     names = {file.config.name for file in files}
     references = (name for file in files for _, name in references_of(file.config))
-    # Whether these exist, only the server knows.
+    # Only the server can check whether these files exist.
     server_jobs = sorted({name for name in references if name not in names or len(files) == 1})
     needs = f"; needs these jobs of the server: {', '.join(server_jobs)}" if server_jobs else ""
     output.result({"file": job, "ok": True, "server_jobs": server_jobs}, f"{job}: ok{needs}")

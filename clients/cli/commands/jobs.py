@@ -145,8 +145,8 @@ def cancel(
     """Stop jobs after a checkpoint. It is safe to repeat.
 
     The trainer finishes its step and writes the checkpoint. If the trainer still runs after 60 s
-    and twice the time of its last step, the server kills it, and the newest earlier checkpoint
-    remains.
+    plus twice the duration of its last step, the server kills the trainer, and the newest earlier
+    checkpoint remains.
     """
     settings = settings_of(context)
     choice = Choice(jobs, every, state, older_than, own_only, labels)

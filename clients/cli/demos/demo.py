@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from clients.jobs.view import JobView
 
 # Made by benchmarks.evidence.demo_models: a teacher that adds, and a student that noise on its
-# weights has damaged. Trained at each start, they would differ between processors.
+# weights has damaged. If the demo trained the two models, they would differ between processors.
 MODELS = Path(__file__).with_name("models")
 # Arguments of `python -m`; {data} and the other fields are directories of the demo.
 MAKE_DATA = ("student_trainer.tools.addition", "{data}", "--seed", "0")
@@ -35,7 +35,7 @@ EVALUATE_TEACHER = (
 )
 TEACHER = (
     *("teacher_service", "--model", "{teacher}", "--port", "0"),
-    # A cache in the demo's directory: with the user's cache a second demo would find its rows.
+    # A cache in the demo's directory: a second demo must not find the rows of the first demo.
     *("--cache-dir", "{cache}"),
 )
 SERVER = ("distill_server", "--runs", "{jobs}", "--port", "0")

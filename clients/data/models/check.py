@@ -268,7 +268,7 @@ def _lacks_template(path: Path) -> bool:
     try:
         return not chat_templates_in(path)
     except (OSError, ValueError):
-        return False  # loading the tokenizer says why
+        return False  # the loader of the tokenizer reports the fault
 
 
 def refuse_missing_files(path: Path, field: str) -> None:

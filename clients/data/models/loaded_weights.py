@@ -74,7 +74,8 @@ def refuse_unscaled(
 def _unwrapped_name(wrapped: str, names: Collection[str]) -> str | None:
     """Return the name in `names` that torch.compile, DDP or peft saved as `wrapped`.
 
-    They add a prefix, or insert `base_layer` before the last part.
+    torch.compile and DDP add a prefix; peft adds a prefix, or inserts `base_layer` before the last
+    part.
     """
     parts = wrapped.replace(".base_layer.", ".").split(".")
     return next((name for n in range(len(parts)) if (name := ".".join(parts[n:])) in names), None)

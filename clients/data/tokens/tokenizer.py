@@ -43,7 +43,7 @@ def first_difference(
 
 
 LEGACY_TEMPLATE = "chat_template.json"
-# The directory of a model directory with the chat templates beside the default one.
+# The folder of a model directory with the chat templates other than the default template.
 TEMPLATES = "additional_chat_templates"
 _MAX_TEMPLATE_BYTES = 1 << 20
 
