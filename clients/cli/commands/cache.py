@@ -17,8 +17,9 @@ def cache(
     """Print the directory and the size of the cache, or delete the cached records.
 
     `records` has the records of data sets, which jobs read by memory map and create again if they
-    are missing. When a job adds records, those that no job has opened for 30 days are deleted.
-    `files` and `stores` have copies of the files and stores that jobs name at s3:// and gs://.
+    are missing. When a job adds records, the records that no job has opened for 30 days are
+    deleted. `files` and `stores` have copies of the files and stores that jobs name at s3:// and
+    gs://.
     """
     from clients.cli.commands.submit import format_size
     from clients.store.copies import cache_directory

@@ -46,8 +46,9 @@ def plan(
     """Compute the GPU memory and the seconds of a step, without loading the model.
 
     The command prints the memory of a GPU in each stage of a step, and the largest micro-batch that
-    fits. If the job does not fit, it prints which change makes the job fit, and exits with code 1.
-    It also prints the predicted seconds of a step, the bottleneck, and the best split of the GPUs.
+    fits. If the job does not fit, the command prints which change makes the job fit, and exits with
+    code 1. The command also prints the predicted seconds of a step, the bottleneck, and the best
+    split of the GPUs.
     """
     from clients.config.file import load_job
     from clients.config.tables.job import TrainingJob
@@ -119,10 +120,10 @@ def pair(
 ) -> ExitCode:
     """Compare the tokenizers of two directories on the texts of a data set.
 
-    The command prints whether both have the same tokenizer. If not, it prints the share of the
-    student's tokens that equal one token of the teacher, by kind of text. It also prints the
-    objective of a job with this pair, and the keys for the job file. Exit code 1: the pair cannot
-    be trained.
+    The command prints whether both have the same tokenizer. If not, the command prints the share of
+    the student's tokens that equal one token of the teacher, by kind of text. The command also
+    prints the objective of a job with this pair, and the keys for the job file. Exit code 1: the
+    pair cannot be trained.
     """
     from clients.plan import pair as model_pair
 

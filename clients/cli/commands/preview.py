@@ -47,10 +47,11 @@ def preview(
 ) -> ExitCode:
     """Show the training input of a job, token by token, before training.
 
-    The command reads records as the training program does. It shows the input of the student and of
-    the teacher, if the job has one: learned tokens, context, end tokens, and text that is missing
-    from the input. It exits with 0 also if it finds that the job would fail. It counts the
-    skipped records of each data set, in a sample of 1,000. No teacher and no GPU is needed.
+    The command reads records as the training program does. The command shows the input of the
+    student and, if the job has a teacher, the input of the teacher: learned tokens, context, end
+    tokens, and text that is missing from the input. The exit code is 0 also if the job would fail.
+    The command counts the skipped records in a sample of 1,000 records of each data set. No teacher
+    and no GPU is needed.
     """
     from clients.cli.plots.preview_page import preview_page
     from clients.config.file import load_job
