@@ -41,7 +41,7 @@ class LogitCurve:
         return (1.0 if self.height is None else self.height) / self.width
 
     def slope(self, values: Tensor) -> Tensor | float:
-        """Return the derivatives at the products that have these `values`."""
+        """Return the derivative of the curve, f'(x), for each value f(x) in `values`."""
         if self.height is None:
             return self.steepest
         return (1 - (values / self.height).square()).clamp_(min=0).mul_(self.steepest)
