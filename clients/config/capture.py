@@ -87,7 +87,7 @@ class CaptureConfig(FittedTable):
     store: str | None = None
     """Directory or URL (s3://BUCKET/PREFIX, gs://) of the rows; default: `store` in the run."""
     max_tokens: Annotated[int, Field(ge=2, lt=2**31)] = 2048
-    """Longer sequences are skipped and counted; text is packed to it. Unset: fits the teacher."""
+    """Longer sequences are skipped and counted. Length of packed text. Unset: fits the teacher."""
     temperature: Annotated[float, Field(ge=1e-3)] = 1.0
     """Temperature of the teacher; offline training must use the same temperature."""
     tail_samples: Annotated[int, Field(ge=0, le=256)] = 0

@@ -25,7 +25,7 @@ class OfflineData(PromptKeys):
     image_folder: Name | None = None
     """Folder of the images that the store names. Default: the folder of the captured data."""
     tokenizer: Name = "same"
-    """same: only the student's. auto: any tokenizer. A directory or hub id: the tokenizer in it."""
+    """same: only the student's tokenizer. auto: any. A directory or hub id: its tokenizer."""
     roles: dict[Name, Name] = {}  # noqa: RUF012 (pydantic copies it)
     """Counterparts of special tokens, student = store, if not detected; see docs/pairs.md."""
     prompts: Name | None = None

@@ -57,7 +57,7 @@ class OnPolicyConfig(FittedTable):
     none, published and sampled are for reproduction.
     """
     horizon: Literal["word", "answer"] = "word"
-    """With another tokenizer: a token's cost is that of its word, or of the whole rest (noisier).
+    """With another tokenizer, a token gets the cost of its word, or of the whole rest (noisier).
     """
     rollouts_per_prompt: Count = 1
     """Answers sampled per prompt."""

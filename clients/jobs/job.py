@@ -63,10 +63,10 @@ TRANSITIONS: frozenset[tuple[JobState, JobState]] = frozenset(
 class Job:
     """A job as reported by the server. Times are Unix seconds, or 0 if the event has not happened.
 
-    `kind` is the method. `attempt` counts from 1. `metrics` are those of the newest step. A job
-    that is `pinned` is protected from removal. `owner` is the owner of the token that submitted the
-    job, or "". `labels` are the labels in the job file. `config_json` and `checkpoints` (steps of
-    existing checkpoints, ascending) are only set by DistillClient.get and by `record_of_run`.
+    `kind` is the method. `attempt` counts from 1. `metrics` are the metrics of the newest step. A
+    job that is `pinned` is protected from removal. `owner` is the owner of the token that submitted
+    the job, or "". `labels` are the labels in the job file. `config_json` and `checkpoints` (steps
+    of existing checkpoints, ascending) are only set by DistillClient.get and by `record_of_run`.
     """
 
     id: str

@@ -11,7 +11,7 @@ from clients.jobs.job import JobEvent, JobState
 # Number of steps over which the speed is averaged.
 WINDOW = 40
 # Labels and metrics of the KL. A store without tail samples yields only a lower bound of the KL; a
-# job with mixed training has both, each over different tokens.
+# job with mixed training has both metrics, over different tokens.
 KL = {"kl": "kl/teacher", "kl bound": "kl/teacher_bound"}
 
 

@@ -167,7 +167,7 @@ def host_bytes(load: Load) -> int:
 
 
 def _gradient_bytes(load: Load) -> int:
-    """Return the bytes of gradients on a GPU; with CPU offload, those of one layer."""
+    """Return the bytes of gradients on a GPU; with CPU offload, the gradients of one layer."""
     on_gpu = max(load.trained_layer, load.trained_root) if load.cpu_offload else load.trained
     return FLOAT32 * on_gpu // load.shards
 
@@ -184,9 +184,9 @@ def _moment_bytes(load: Load) -> int:
 def saved_per_token(load: Load) -> int:
     """Return the bytes per token that autograd saves in one layer for its backward pass.
 
-    This is without gradient checkpointing. The order of the terms is that of the layer: both norms,
-    queries and keys, attention, MLP. Under autocast, a linear module saves a bfloat16 copy of its
-    input.
+    The result is for a layer without gradient checkpointing. The terms are in the order of the
+    layer: both norms, queries and keys, attention, MLP. Under autocast, a linear module saves a
+    bfloat16 copy of its input.
     """
     s, c = load.part, load.itemsize
     h, q, k, i = s.hidden, s.queries, s.keys, s.intermediate
@@ -340,7 +340,7 @@ def gathered_bytes(load: Load) -> dict[str, int]:
 
 
 def _forward_bytes(load: Load, tokens: int) -> int:
-    """Return the bytes of one layer's forward pass without gradient, which are those of its MLP.
+    """Return the bytes of one layer's forward pass without gradient; its MLP needs the most.
 
     The terms are gate, up and their product, the residual, and two tensors of the float32 norm.
     Adapters add an output, and read a float32 copy of a bfloat16 input.

@@ -103,8 +103,8 @@ def load_of(
     """Return the quantities of the job that determine the memory of one of its processes.
 
     Prompts and answers have the maximum length that the job allows. Sequences of a store have the
-    length `longest`; without a readable store (None), that of a whole micro-batch. `usable`: bytes
-    of a GPU for tensors, of which an engine on the same GPU uses a part.
+    length `longest`; without a readable store (None), they have the length of a whole micro-batch.
+    `usable`: bytes of a GPU for tensors, of which an engine on the same GPU uses a part.
     """
     processes, token_budget = job.train.processes, job.train.tokens_per_micro_batch
     sequence_tokens, update_sequences, step_sequences = _sequence_counts(job, longest)

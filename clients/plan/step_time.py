@@ -181,7 +181,7 @@ def update_seconds(
     )
     traffic += rows * shape.vocabulary * _LOGIT_BYTES
     traffic += updates * _OPTIMIZER_BYTES * load.trained / load.shards
-    # Copies of the weights in the compute dtype, and gradients added to those of earlier batches.
+    # Copies of the weights in the compute dtype, and gradients added to earlier gradients.
     traffic += micro_batches * (FLOAT32 + BFLOAT16 + 3 * FLOAT32) * load.trained
     return flops / machine.products(bf16=load.bf16) + traffic / machine.traffic
 

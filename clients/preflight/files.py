@@ -83,7 +83,7 @@ def check_evaluated_template(config: ExamConfig, model: str) -> None:
 
 
 def _read_templates(model: str, chat_template: str | None) -> dict[str, str] | None:
-    """Return the chat templates of a directory, or that of a file; None if they cannot be read."""
+    """Return the chat templates of a directory or of a file; None if they cannot be read."""
     try:
         if chat_template is not None:
             return {"default": read_template(Path(chat_template))}

@@ -138,7 +138,7 @@ def write_limits(run: Path, limits: Limits) -> None:
 
 
 def add_limit(run: Path, key: str, value: int, reason: str) -> None:
-    """Log a limit that is known when the data are read, and add it to those of the run."""
+    """Log a limit that is known when the data are read, and add it to the limits of the run."""
     limits, added = read_limits(run) or NO_LIMITS, Limits({key: value}, {key: reason})
     merged = Limits({**limits.values, key: value}, {**limits.reasons, key: reason})
     replace_file(run / LIMITS_FILE, json.dumps(vars(merged)) + "\n")

@@ -27,7 +27,7 @@ def check_packages(config: JobConfig) -> None:
     """Raise InvalidInput if packages are missing. The hint is the command that installs them."""
     for extra, user, field in config.extras:
         require_extra(extra, user, field=field)
-    # Some builds of vLLM are distributed under other names than that of the extra.
+    # Some builds of vLLM have another distribution name than the extra requires.
     lacks_vllm = find_spec("vllm") is None
     engine, teacher, student = config.rollout_engine, config.started_teacher, config.trained_student
     if engine is not None and engine.engine == "vllm" and engine.replicas and lacks_vllm:

@@ -141,7 +141,7 @@ class TeacherClient:
         With `waits`, the call waits for a teacher that does not listen yet. Without `waits`, such a
         teacher counts as unreachable at once.
 
-        The fingerprint is that of the rows with the adapter of this client. Teachers that do not
+        The fingerprint identifies the rows with the adapter of this client. Teachers that do not
         answer within 5 s are logged. Raises Unavailable if no teacher answers, WrongState if two
         teachers differ or a teacher lacks the adapter, InvalidInput if a server is not a teacher,
         Unauthenticated or Forbidden if a token is refused.

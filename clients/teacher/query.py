@@ -233,7 +233,7 @@ def row_key(fingerprint: str, version: int, query: ScoreQuery) -> bytes:
     """Return the 32-byte cache key of the rows that this teacher computes for `query`.
 
     The key is a sha256 of all values that determine the rows, including the codec version.
-    `fingerprint` is that of the teacher with the query's adapter.
+    `fingerprint`: the teacher's fingerprint with the query's adapter.
     """
     facts = [
         fingerprint,

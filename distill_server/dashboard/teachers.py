@@ -87,7 +87,7 @@ def jobs_by_address(jobs: Sequence[Job]) -> dict[str, list[str]]:
 
 
 def _iter_addresses(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the teacher addresses of a job: `teacher.address`, or those of all `teachers`."""
+    """Yield the teacher addresses of a job: `teacher.address`, or all addresses of `teachers`."""
     teachers, teacher = config.get("teachers") or {}, config.get("teacher") or {}
     own_address = None if teacher.get("model") else teacher.get("address")
     for address_or_list in teachers.values() if teachers else [own_address]:

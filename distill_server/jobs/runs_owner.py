@@ -30,7 +30,7 @@ def own_runs(
 ) -> Iterator[None]:
     """Hold the directory `runs` for the open database; its first database becomes its owner.
 
-    `take_over`: the database becomes the owner even if the directory has another one, such as a
+    `take_over`: the database becomes the owner even if the directory has another owner, such as a
     database that is lost. Raises WrongState if another server uses the directory or, without
     `take_over`, if the directory belongs to another database; InvalidInput if the file system has
     no locks.

@@ -51,7 +51,8 @@ class Machine:
 
     def require_room(self, job: AnyJob) -> None:
         """Raise InvalidInput if the job requests more than the whole machine has."""
-        # Without --cpus, half of the machine's threads are for jobs; processes may use the others.
+        # Without --cpus, half of the machine's threads are for jobs; processes may use the other
+        # half.
         threads = self.cpus or max(self.all_cpus, os.cpu_count() or 1)
         if (processes := job.processes) > threads:
             raise InvalidInput(

@@ -56,8 +56,9 @@ _CRITIC = "critic.safetensors"
 class Contents:
     """The contents of a checkpoint.
 
-    tensors: by file and name; the live tensors of the run, not copies. layouts: of the same files.
-    index: the text of the index file by its name; empty if the weights have one file.
+    tensors: the tensors by file and name; the live tensors of the run, not copies. layouts: the
+    layouts of the same files. index: the text of the index file by its name; empty if the weights
+    have one file.
     """
 
     tensors: Mapping[str, Mapping[str, Tensor]]
@@ -113,7 +114,7 @@ def checkpoint_path(root: Path, step: int) -> Path:
 
 
 def delete_old(root: Path, keep: int, *, best: int | None = None) -> None:
-    """Delete all checkpoints except the newest `keep` and that of step `best`.
+    """Delete all checkpoints except the newest `keep` and the checkpoint of step `best`.
 
     Also deletes the temporary directories of interrupted saves. Raises WrongState if a newer
     attempt has taken over the run: the checkpoints then belong to that attempt.

@@ -9,8 +9,8 @@
 
 URL is the job's `checkpoint.copy_to`, and NAME its name. During training, a thread of the main
 process copies the newest and the best checkpoint. Checkpoints that are replaced before their copy
-starts are not copied. An attempt downloads a checkpoint that is newer than those in its run
-directory.
+starts are not copied. An attempt downloads a checkpoint that is newer than the checkpoints in its
+run directory.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ class RunCopies:
     def _fetch_metrics(self, step: int) -> None:
         """Replace metrics.jsonl by the lines up to `step`.
 
-        The lines get this attempt's number, so that readers of the run accept all of them.
+        The lines get this attempt's number, so that readers of the run accept all lines.
         """
         lines_to_step = []
         data = self._folder.read("metrics.jsonl") or b""

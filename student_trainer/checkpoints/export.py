@@ -245,7 +245,7 @@ def _to_published(
 ) -> dict[str, Tensor]:
     """Return weights in their published form: merged, rounded, with the published names.
 
-    `weights`: unsharded, on the CPU or without data; all weights or those of one layer.
+    `weights`: unsharded, on the CPU or without data; all weights or the weights of one layer.
     """
     return _rename(model, _round(model, _merge(model, weights), dtype))
 

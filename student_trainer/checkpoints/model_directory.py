@@ -52,8 +52,8 @@ def split_weights(
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, bytes]]:
     """Return the weights by file, and the text of the index by its name if there are several files.
 
-    `parameters`: the number of parameters, for the index. Files and names are those of
-    transformers' `save_pretrained`. Only shapes and dtypes are read.
+    `parameters`: the number of parameters, for the index. `save_pretrained` of transformers writes
+    the same files and names. Only shapes and dtypes are read.
     """
     sizes = {
         name: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
@@ -170,7 +170,7 @@ def make_next_token_layers(
 
 
 def _write_chat_template(path: Path, template: Any) -> None:
-    """Write a chat template in place of those in `path`, unless they are the same."""
+    """Replace the chat templates in `path` by a chat template, unless they are the same."""
     if not isinstance(template, str) or chat_templates_in(path) == {"default": template}:
         return
     shutil.rmtree(path / TEMPLATES, ignore_errors=True)

@@ -60,7 +60,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def load_optimizer_state(file: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load the state from an open safetensors file; each process reads its shard.
 
-    Raises InvalidInput (`train.optimizer`) if the state is that of another optimizer.
+    Raises InvalidInput (`train.optimizer`) if the state belongs to another optimizer.
     """
     keys = set(file.keys())
     for name, parameter in model.named_parameters():

@@ -70,7 +70,7 @@ def build_layout(
 ) -> TensorFile:
     """Return the layout of a file of `tensors`. Only shapes and dtypes are read.
 
-    The order is that of the safetensors library: large elements first, for alignment.
+    The order is as in the safetensors library: large elements first, for alignment.
     """
     header_entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     relative_places: dict[str, tuple[tuple[int, ...], int, int]] = {}

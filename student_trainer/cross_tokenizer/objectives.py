@@ -32,7 +32,7 @@ from student_trainer.losses import (
 class CrossTokenizerObjective:
     """The objective to minimise: log p - log q of words or answers; see `cross_tokenizer_kl`.
 
-    temperature: of the student's distribution.
+    temperature: temperature of the student's distribution.
     """
 
     horizon: Horizon

@@ -52,9 +52,9 @@ def permutation(size: int, seed: int, epoch: int) -> Indices:
 def count_per_set(shares: Sequence[Fraction], total: int) -> list[int]:
     """Return how many of the first `total` prompts come from each data set.
 
-    `shares`: positive, with the sum 1. The counts are those of Webster's method (Balinski and
-    Young, Fair Representation, 1982): no count falls when `total` rises, so that each data set is
-    consumed in order.
+    `shares`: positive, with the sum 1. The counts follow Webster's method (Balinski and Young, Fair
+    Representation, 1982): no count falls when `total` rises, so that each data set is consumed in
+    order.
     """
     # Webster's counts are never further below the exact shares than the number of data sets.
     counts = [max(0, math.floor(share * total) - len(shares)) for share in shares]

@@ -35,8 +35,8 @@ def micro_batches(
 
     A group has at most `max_tokens` tokens, including padding, or a single sequence. Stored
     sequences, whose rows are already available, come first, longest first; then rollouts, grouped
-    by `group_in_request_order`. No group contains both. The result depends only on the sequences,
-    not on which rows have arrived.
+    by `group_in_request_order`. No group contains stored sequences and rollouts. The result depends
+    only on the sequences, not on which rows have arrived.
     """
     rollouts = [item for item in items if isinstance(item.sequence, Rollout)]
     stored_sequences = [item for item in items if not isinstance(item.sequence, Rollout)]

@@ -368,7 +368,7 @@ def load_prompts(
 
 
 def data_sets(reader: RecordReader) -> list[tuple[RecordReader, DataSet]]:
-    """Return the data sets data.path, those of data.mix, and data.eval_path, each with its reader.
+    """Return the data sets of data.path, data.mix and data.eval_path, each with its reader.
 
     The reader of data.eval_path ignores the column of weights.
     """
@@ -409,7 +409,7 @@ def load_items(
 
     Reads all records, and tokenizes only the held-out records. Held-out items come from
     `data.eval_path` if this key is set, otherwise from `data.path`. Training items come from
-    `data.path`, mixed with those of `data.mix`.
+    `data.path`, mixed with items from `data.mix`.
 
     Raises InvalidInput if a file or column is missing, a record cannot be used, no record is left,
     or more than `data.max_left_out` of the `surveyed_rows` of a data set are skipped.

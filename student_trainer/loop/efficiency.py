@@ -55,7 +55,7 @@ _GIB = 1 << 30
 # Part of a device's name -> peak TFLOPS of bfloat16 on tensor cores, without sparsity (float32
 # sums). From NVIDIA's data sheets of the devices, and for GeForce the white paper of the Ada
 # architecture. The first entry whose words all occur in the device name applies. TF32, in which
-# float32 students compute, has half the peak on all of them.
+# float32 students compute, has half the peak on all devices.
 _PEAKS = {
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,

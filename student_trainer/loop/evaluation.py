@@ -275,10 +275,10 @@ def standard_error(
 ) -> float:
     """Return the standard error of the mean total / count over sequences drawn independently.
 
-    The tokens of a sequence are not independent, so the sequence is the unit: the error is that of
-    a ratio estimator (Cochran, Sampling Techniques, 1977, section 6.4), with S / (S - 1) for the
-    variance of S sequences. `xx` to `sequences`: the values of `compute_moments`; at least 2
-    sequences.
+    The tokens of a sequence are not independent, so the sequence is the unit: the result is the
+    error of a ratio estimator (Cochran, Sampling Techniques, 1977, section 6.4), with S / (S - 1)
+    for the variance of S sequences. `xx` to `sequences`: the values of `compute_moments`; at least
+    2 sequences.
     """
     mean = total / count
     squares = max(xx - 2 * mean * xn + mean**2 * nn, 0.0)

@@ -83,7 +83,8 @@ def warn_of_schedule(train: TrainConfig, max_steps: int, history: Sequence[Point
     """Log a warning if the run ends within its warm-up, or if a resumed run has another schedule.
 
     `history`: the metrics before this attempt. If `max_steps` or a key of `train` has changed, the
-    learning rate of their last step differs from that of the current schedule.
+    learning rate of the last step in `history` differs from the learning rate in the current
+    schedule.
     """
     if warning := schedule_warning(train, max_steps):
         log.warning("%s", warning)
@@ -102,8 +103,8 @@ def clip_gradients(student: Replicated | Sharded, max_norm: float) -> Tensor:
     """Collective. Scale the gradients of `student`, in place, to a norm of at most `max_norm`.
 
     Returns the norm before clipping, over the weights of all processes: a scalar on the device, for
-    which the host does not wait. With tensor parallelism, the gradients of weights that a group does
-    not divide are first averaged over the processes of the group.
+    which the host does not wait. With tensor parallelism, the gradients of weights that a group
+    does not divide are first averaged over the processes of the group.
     """
     weights = [weight for weight in student.trained.parameters() if weight.grad is not None]
     gradients = [weight.grad for weight in weights if weight.grad is not None]

@@ -3,8 +3,8 @@
 One step, in order:
 
 1. Sequences. `EpochOrder.of_step` (`data/order.py`) selects `train.prompts_per_step` stored
-   sequences by the seed and the step number. Each of n processes takes every n-th of them, starting
-   at its rank.
+   sequences by the seed and the step number. Each of n processes takes every n-th sequence,
+   starting at its rank.
 2. Rows. A thread verifies and decodes the sequences up to two steps ahead of training
    (`clients/store/dataset.py`). `read` returns them as `PendingRows` (`teachers/source.py`) whose
    rows have already arrived.
@@ -225,7 +225,7 @@ def _make_objective(
 def _make_teacher(
     config: OfflineJob, store: TrainingStore, tail: str, connection: Connection, vocab_size: int
 ) -> RemoteTeacher:
-    """Return the running teacher, with row settings equal to those of the store."""
+    """Return the running teacher, with the row settings of the store."""
     assert config.teacher is not None, "the caller checks it"
     return RemoteTeacher(
         connection.client,

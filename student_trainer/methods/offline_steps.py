@@ -131,7 +131,7 @@ class StoredSteps:
         return prompts, [(step - 1) * len(places) + i for i in sampled_indices]
 
     def _select_sequences(self, step: int) -> tuple[Sequence[int], range]:
-        """Return the sequences of a step, as indices of `chosen`, and those of this process."""
+        """Return the sequences of a step (indices of `chosen`), and the part of this process."""
         places = self._order.of_step(step, self._per_step)
         rank, world = self._accelerator.process_index, self._accelerator.num_processes
         return places, range(rank, len(places), world)

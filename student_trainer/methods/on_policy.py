@@ -4,7 +4,7 @@ One step, in order:
 
 1. Prompts. `PromptSet.of_step` (`data/prompts.py`) selects `train.prompts_per_step` prompts by the
    seed and the step number. Each prompt is repeated `method.rollouts_per_prompt` times. Each of n
-   processes takes every n-th of them, starting at its rank.
+   processes takes every n-th prompt, starting at its rank.
 2. Rollouts. `HuggingFaceRollouts` (`rollouts/rollouts.py`) samples one completion for each prompt:
    `SampledTokens` (`rollouts/sampler.py`) -> `Rollout` (`data/sequence.py`).
 3. Rows. `ScoredRollouts` (`teachers/scored_rollouts.py`) sends each batch of rollouts to the

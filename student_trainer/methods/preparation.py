@@ -152,7 +152,7 @@ def sampling_settings(
 def sampling_batch(config: AnyTraining) -> int:
     """Return the maximum number of tokens of a sampling batch, including padding.
 
-    Sampling stores no activations, so its batches can be larger than those of training.
+    Sampling stores no activations, so its batches can be larger than training batches.
     """
     return 4 * config.train.tokens_per_micro_batch
 

@@ -4,7 +4,7 @@ One step, in order:
 
 1. Examples. `load_examples` (`data/examples.py`) reads the records: a prompt and an answer, or a
    conversation. `PromptSet.of_step` (`data/prompts.py`) selects `train.prompts_per_step` of them by
-   the seed and the step number, and tokenizes them. Each of n processes takes every n-th of them,
+   the seed and the step number, and tokenizes them. Each of n processes takes every n-th example,
    starting at its rank. Sequences longer than `method.max_tokens`, and records without an answer,
    are left out and counted: an answer that is cut would teach the student to stop anywhere.
 2. Learned tokens. `Example.sequence` marks the tokens of the answer, with its end token; with

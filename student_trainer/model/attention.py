@@ -21,7 +21,7 @@ _FLASH = "flash_attention"  # the start of transformers' names
 
 
 def choose_attention(student: Student, copy: Student, settings: StudentConfig) -> None:
-    """Set the attention and the layout of a student and of `copy`, and log both.
+    """Set and log the attention and the layout of a student and of `copy`.
 
     `copy`: the same student with other weights, or `student` itself. Call this function on the
     training device, because the probe of the layout runs `student`.
@@ -29,8 +29,8 @@ def choose_attention(student: Student, copy: Student, settings: StudentConfig) -
     `settings.attention` = "auto" is variable-length flash attention on a GPU, if the student
     computes in bfloat16, the package flash-attn is installed, and the model supports it; otherwise
     the default of transformers (sdpa, or eager for models without it). With flash attention all
-    sequences of a batch are one line; with the others, lines have a dense mask. A model that cannot
-    separate the sequences of a line gets padded batches.
+    sequences of a batch are one line; with the other implementations, lines have a dense mask. A
+    model that cannot separate the sequences of a line gets padded batches.
 
     Raises InvalidInput (`student.attention`) if "flash", "sdpa" or "eager" is not available.
     """

@@ -190,7 +190,7 @@ def load_model(
     mapped: bool = False,
     images: ImageReader | None = None,
 ) -> Any:
-    """Return the model with the weights of a checkpoint, or with those of `student.model`.
+    """Return the model with the weights of a checkpoint or of `student.model`.
 
     `directory`: the model directory of a checkpoint; None: load the weights of `student.model`. If
     the student has adapters, the checkpoint has only the adapters, and the frozen weights come from

@@ -59,7 +59,7 @@ def add_adapters(model: Any, student: StudentConfig, *, with_images: bool = Fals
             field="student.lora",
             hint="remove the table to train all weights",
         ) from error
-    settings.exclude_modules = None  # the target modules are the names of those that have adapters
+    settings.exclude_modules = None  # the target modules are the modules with adapters
     settings.target_modules = {
         name for name, module in model.named_modules() if isinstance(module, LoraLayer)
     }
@@ -157,7 +157,7 @@ def _modules_without_adapters(model: Any, with_images: bool) -> list[str] | None
 def _is_product(module: nn.Linear | Conv1D, hidden: Any, output: Any) -> bool:
     """Return whether `output` is the product of `hidden` with the weight, plus the bias if any.
 
-    The module may compute in another dtype than that of its weight.
+    The module may compute in another dtype than the dtype of its weight.
     """
     if not isinstance(hidden, Tensor) or not isinstance(output, Tensor):
         return False

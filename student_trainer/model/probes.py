@@ -149,8 +149,8 @@ def separates_packed_sequences(student: LineStates, *, lines: int = 2) -> bool:
     implementation for a single line.
 
     If the tokens of the first sequence change, the hidden states of the second sequence must stay
-    bit-identical, and they must be close to those of the second sequence alone. Returns False for a
-    model that does not accept position ids.
+    bit-identical, and close to the states of the second sequence alone. Returns False for a model
+    that does not accept position ids.
     """
     length, vocab_size = 6, student.model.get_input_embeddings().num_embeddings
     device = student.model.device

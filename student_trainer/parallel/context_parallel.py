@@ -136,7 +136,7 @@ class ContextGroup:
         """Return the numbers [n] of this process's rows, and the batch of these rows.
 
         Its lines are padded to a multiple of `size`. `position` indexes the states of this process.
-        Fields that only a loss reads are those of the full batch.
+        Fields that only a loss reads keep the values of the full batch.
         """
         padding = -batch.input_ids.shape[1] % self.size
         positions = batch.position_ids

@@ -230,7 +230,7 @@ class PartRequest:
             return fault
         if self._cancelled.is_set():  # `cancel` may have missed this call
             call.cancel()
-        # A frozen replica leaves time for the others.
+        # A frozen replica leaves time for the other replicas.
         share_seconds = self._patience_seconds / len(self._ring)
         remaining_seconds = max(0.0, self._patience_seconds - self._away_seconds)
         is_late = threading.Event()

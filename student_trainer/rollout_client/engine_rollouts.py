@@ -45,7 +45,7 @@ class EngineRollouts(Protocol):
     ) -> Iterator[tuple[int, Rollout]]:
         """Return an iterator of (index of the prompt, its rollout), in order of completion.
 
-        The seed is that of the settings. `weights`: called before each turn. The iterator may be
+        The seed comes from the settings. `weights`: called before each turn. The iterator may be
         used in another thread. The iterator and this call raise errors of the engine.
         """
 

@@ -139,7 +139,7 @@ def rollout_services(config: AnyTraining) -> Iterator[RolloutServices | PlacedSe
 def count_engines(config: AnyTraining, rollouts: RolloutsConfig) -> int:
     """Return the number of engines that the trainer starts.
 
-    On a machine with GPUs, engines without GPUs of their own share those of the trainer.
+    On a machine with GPUs, engines without GPUs of their own share the trainer's GPUs.
     """
     shared = len(gpus_here()) if rollouts.replicas and not rollouts.gpus else 0
     return min(config.train.processes, shared) or rollouts.replicas

@@ -38,9 +38,9 @@ class PlacedServices:
     def addresses(self) -> list[PlacedAddress]:
         """Wait until the services are ready, and return their addresses.
 
-        When the first service is ready, waits at most 60 s for the others, which may join later.
-        Empty on ranks other than 0. Raises InvalidInput if a service does not start, Unavailable if
-        the file cannot be read.
+        When the first service is ready, waits at most 60 s for the other services, which may join
+        later. Empty on ranks other than 0. Raises InvalidInput if a service does not start,
+        Unavailable if the file cannot be read.
         """
         if not is_main_process():
             return []

@@ -296,7 +296,7 @@ def sampled_parts(index: int, sampled: SampledTokens) -> Iterator[rollouts_pb2.S
 class SampledReader:
     """Joins the messages of the sampled sequences of one order. All errors are Corrupt.
 
-    vocab_size: of the student; None: not checked.
+    vocab_size: number of the student's ids; None: ids are not checked.
     """
 
     def __init__(self, order: Order, vocab_size: int | None) -> None:

@@ -25,7 +25,7 @@ from student_trainer.rollouts.narrow_cache import CACHE_ARGUMENT, make_cache
 from student_trainer.rollouts.sample_step import SampledStep, sample_step
 
 # Added to the seed of the random numbers that draw from the tail. It flips the highest of the 32
-# bits that the generator uses, so these numbers differ from those of all rollouts of a job.
+# bits that the generator uses, so these numbers differ from the numbers of all rollouts of a job.
 _DRAW_STREAM = 1 << 31
 
 
@@ -323,7 +323,7 @@ class _Stop(StoppingCriteria):  # type: ignore[misc]
 class _TokenForcer(LogitsProcessor):  # type: ignore[misc]
     """Forces a greedy `generate` to select given tokens, and stores the logits.
 
-    logits: of each step, [B, V] float32.
+    logits: the logits of each step, [B, V] float32.
     """
 
     def __init__(self, tokens: Tensor) -> None:
@@ -401,7 +401,7 @@ def rollout_noise(number: int, seed: int, tokens: int, *, draws: bool = False) -
     """Return the uniform random numbers of a rollout, [tokens] float64 in [0, 1).
 
     They are a pure function of the rollout's `number` and the seed. `draws`: the numbers that draw
-    from the tail, instead of those that sample the tokens.
+    from the tail, instead of the numbers that sample the tokens.
     """
     stream = _DRAW_STREAM if draws else 0
     generator = torch.Generator().manual_seed(seed * 1_000_000_007 + number + stream)

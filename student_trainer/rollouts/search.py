@@ -110,8 +110,9 @@ class SearchConversations:
     def _sample_turn(
         self, conversations: Sequence[_Conversation], sample_turns: SampleTurns
     ) -> None:
-        """Sample one turn of each conversation. Add passages to those with a query, finish the
-        others.
+        """Sample one turn of each conversation, and add the passages for the turn's query.
+
+        A conversation whose turn has no query is finished.
         """
         turns = sample_turns(
             [conversation.turn(self._max_new_tokens) for conversation in conversations]

@@ -104,7 +104,7 @@ reward/errors        share of answers without a reward
 length/mean          mean number of tokens of an answer, over prompts
 length/truncated     share of the answers that were cut at max_new_tokens
 
-Times and memory are those of the main process. A mean with nothing to count is left out.
+Times and memory are measured in the main process. A mean with nothing to count is left out.
 """
 
 from __future__ import annotations

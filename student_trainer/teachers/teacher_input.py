@@ -76,8 +76,8 @@ def teacher_prompt(
 def teacher_form(config: OnPolicyJob | RLJob, tokenizer: Any) -> PromptFormat:
     """Return the format of the teacher's prompts, with the arguments of its chat template.
 
-    The arguments are `teacher.template_arguments`; by default, those of the student's arguments
-    that the template uses. Raises InvalidInput if the template does not support the job's keys.
+    The arguments are `teacher.template_arguments`; by default, the student's arguments that the
+    template uses. Raises InvalidInput if the template does not support the job's keys.
     """
     template = template_text(tokenizer.chat_template)
     assert config.teacher is not None, "it has prompts of its own"
@@ -109,13 +109,13 @@ def privileged_prompt(
 ) -> Callable[[Rollout], Tensor]:
     """Return a function from a rollout to the prompt ids [P] int64 that `reader` reads.
 
-    The ids are those of the student's prompt with `context` before it; in a conversation, before
-    the last user message. If the context contains the solution or feedback, its reader knows more
-    than the student, and the student learns to answer without that knowledge (self-distillation,
-    for the anchor). `prompt_format` and `tokenizer` are those of the prompts of the model that
-    reads the context. `context` may contain {column} for every column of the data, and {prompt} and
-    {answer} for the prompt and the reference answer, whatever their columns' names. `reader` is the
-    table of the job with the key `context`.
+    The ids encode the student's prompt after `context`; in a conversation, `context` is before the
+    last user message. If the context contains the solution or feedback, its reader knows more than
+    the student, and the student learns to answer without that knowledge (self-distillation, for the
+    anchor). `prompt_format` and `tokenizer` belong to the model that reads the context. `context`
+    may contain {column} for every column of the data, and {prompt} and {answer} for the prompt and
+    the reference answer, whatever their columns' names. `reader` is the table of the job with the
+    key `context`.
 
     The function raises InvalidInput if a column does not exist, or if its prompt and the completion
     together exceed `max_tokens` tokens (None: no limit).

@@ -149,7 +149,7 @@ class ScoringPage:
             raise
 
     async def _score_all(self, queries: Sequence[ScoreQuery], sender: Sender) -> list[RowAnswer]:
-        """Return the rows of all queries; the first error cancels the others."""
+        """Return the rows of all queries; the first error cancels the other queries."""
         tasks = [asyncio.create_task(self._score(query, sender)) for query in queries]
         try:
             return await asyncio.gather(*tasks)

@@ -52,7 +52,7 @@ class Part(NamedTuple):
 
 
 def format_literal(text: bytes, mask: Mask | None = None) -> Part:
-    """Return the part with the same text for every entry, or only for those in the mask [...]."""
+    """Return the part with the same text for every entry, or only for entries in the mask [...]."""
     chars = np.frombuffer(text, np.uint8)
     return Part(chars, np.ones(len(chars), bool) if mask is None else mask[..., None])
 

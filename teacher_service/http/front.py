@@ -50,7 +50,7 @@ class LoadingApp:
 class HttpFront:
     """The settings of the HTTP API: its port (0 for any free port) and the TLS files.
 
-    Address, tokens and TLS files equal those of the gRPC port.
+    The HTTP API uses the address, tokens and TLS files of the gRPC port.
     """
 
     port: int

@@ -60,7 +60,7 @@ class BudgetShare:
         self._budget._used += size
 
     def take_unfinished(self, size: int) -> bool:
-        """Add `size` bytes of an unfinished request; False if all streams have too many of them."""
+        """Add `size` bytes of an unfinished request; False if all streams then have too many."""
         if self._budget._unfinished + size > self._budget._max_unfinished_bytes:
             return False
         self._unfinished += size

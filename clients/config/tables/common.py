@@ -101,7 +101,8 @@ class FittedTable(Table):
     """A table with limits or columns that are computed if the job does not set them.
 
     `clients/preflight/limits.py` computes them from the models and the data. The table as JSON
-    contains only those that are set, so that a program that reads the JSON can compute the others.
+    contains only the limits and columns that are set, so that a program that reads the JSON can
+    compute the others.
     """
 
     fitted: ClassVar[frozenset[str]] = frozenset()
@@ -223,7 +224,7 @@ class TrainConfig(FittedTable):
     """Maximum consecutive skipped updates (gradient not finite, no token); one more fails the job.
     """
     prompts_per_step: Count = 32
-    """Prompts (or stored sequences) per step, over all processes. Unset: a tenth at most."""
+    """Prompts (or stored sequences) per step, over all processes. Unset: at most a tenth."""
     tokens_per_micro_batch: Count = 16384
     """Padded tokens per forward pass. It changes memory use, and results only by rounding."""
     processes: Count = 1

@@ -42,10 +42,10 @@ Columns: TypeAlias = tuple[tuple[str, str], ...]
 class DataFile:
     """A data file of a job, and the values that the job reads from its records.
 
-    field: the key that names the file. columns: required columns in addition to those of prompts.
-    prompts: the format of the prompts; None if the records are no prompts. answers: reference
-    answers are also read, from `answer_column` or from a conversation. learns_answers: the answers
-    are trained on or captured; in a conversation, the answers are always messages.
+    field: the key that names the file. columns: required columns in addition to the columns of
+    prompts. prompts: the format of the prompts; None if the records are no prompts. answers:
+    reference answers are also read, from `answer_column` or from a conversation. learns_answers:
+    the answers are trained on or captured; in a conversation, the answers are always messages.
     """
 
     field: str
@@ -77,7 +77,7 @@ class PromptKeys(FittedTable):
     input_column: Name | None = None
     """Column with a text that follows the prompt in a new line, such as `input` of Alpaca."""
     completion_column: Name | None = None
-    """Column with the messages that follow those of `messages_column`, such as `completion`."""
+    """Column with messages after the messages of `messages_column`, such as `completion`."""
     template: str = "{prompt}"
     """Text of the student's prompt. With a chat template, the text becomes the user message."""
     system: Name | None = None
@@ -138,7 +138,7 @@ class DataConfig(PromptKeys):
     split: str = "train"
     """Split of a hub data set."""
     prompt_column: str = "prompt"
-    """Column with the prompt. Unset: recognised, as the next keys; see docs/jobs.md."""
+    """Column with the prompt. Unset: recognised, as for the next keys; see docs/jobs.md."""
     messages_column: Name | None = None
     """Column with a conversation instead: a list of {role, content}; see docs/jobs.md."""
     image_column: Name | None = None
@@ -153,7 +153,7 @@ class DataConfig(PromptKeys):
     """Other data sets, each { path, share, name, split }. The remaining prompts come from `path`.
     """
     max_left_out: LeftOutShare = 0.2
-    """A job fails at its start if a larger share of a data set is skipped, of 1,000 records."""
+    """A job fails at its start if a larger share of 1,000 records of a data set is skipped."""
     eval_path: str | None = None
     """File of held-out prompts. Default: `eval.prompts` prompts are taken out of `path`."""
 

@@ -214,7 +214,7 @@ class JobConfig(Table):
 
     @property
     def copies_records(self) -> bool:
-        """Whether the job reads its records from the copy that the first job makes of them."""
+        """Whether the job reads its records from a copy, which the first such job makes."""
         return True
 
     @property

@@ -26,7 +26,7 @@ class RolloutsConfig(Table):
     gpus: Annotated[int, Field(ge=0, le=1024)] = 0
     """GPUs of the engines, in addition to the trainer's. 0: engines share the trainer's GPUs."""
     tensor_parallel_size: Count = 1
-    """GPUs that share each layer of the engine (vllm); `gpus` is a multiple of it."""
+    """GPUs that share each layer of the engine (vllm); `gpus` is a multiple of this number."""
     push: Literal["file"] = "file"
     """Transfer of new weights to the engine: as files."""
     gpu_memory_share: Annotated[float, Field(gt=0, le=1)] | None = None

@@ -105,12 +105,12 @@ def started_rules(teacher: TeacherLink | None) -> list[Rule]:
 class RowRequest:
     """The rows that a job requests from its teachers for sequences that the student samples.
 
-    top_k: head ids per row, the value of the key `top_k_key`. temperature: of the rows.
-    sequence_tokens, answer_tokens: maximum tokens of a prompt with its answer, and of the answer.
-    of_student: the head contains ids that the student chooses and sends. draws: further ids per row
-    that the student sends. tail: a value of `method.tail` that needs no draws. teacher_head: the
-    key and value that select the teacher's ids for the head. tail_samples: ids per row that the
-    teacher samples.
+    top_k: head ids per row, the value of the key `top_k_key`. temperature: the temperature of the
+    rows. sequence_tokens, answer_tokens: maximum tokens of a prompt with its answer, and of the
+    answer. of_student: the head contains ids that the student chooses and sends. draws: further ids
+    per row that the student sends. tail: a value of `method.tail` that needs no draws.
+    teacher_head: the key and value that select the teacher's ids for the head. tail_samples: ids
+    per row that the teacher samples.
     """
 
     top_k: int
@@ -129,7 +129,7 @@ class OtherTokens(Table):
     """Keys for a teacher whose tokenizer or chat template may differ from the student's."""
 
     tokenizer: Name = "same"
-    """same: only the student's. auto: any tokenizer. A directory or hub id: the tokenizer in it."""
+    """same: only the student's tokenizer. auto: any. A directory or hub id: its tokenizer."""
     roles: dict[Name, Name] = {}  # noqa: RUF012 (pydantic copies it)
     """Counterparts of special tokens, student = teacher, if not detected; see docs/pairs.md."""
     template_arguments: dict[Name, Any] | None = None

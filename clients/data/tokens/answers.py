@@ -22,9 +22,9 @@ from protos.errors import InvalidInput
 def completion_ids(prompt_format: PromptFormat, tokenizer: Any, answer: str) -> list[int]:
     """Return the token ids of an answer and its end token; [] for an empty answer.
 
-    With a chat template, the end token is that of the template, and names of control tokens in the
-    answer are plain text, except at its end. Without a template, such names are control tokens, and
-    the text after the first end token is removed.
+    With a chat template, the end token is the end token of the template, and names of control
+    tokens in the answer are plain text, except at its end. Without a template, such names are
+    control tokens, and the text after the first end token is removed.
     """
     if not answer:
         return []

@@ -37,7 +37,7 @@ class LogitCurve:
 
     @property
     def steepest(self) -> float:
-        """The slope at 0, the largest one."""
+        """The largest slope, which is the slope at 0."""
         return (1.0 if self.height is None else self.height) / self.width
 
     def slope(self, values: Tensor) -> Tensor | float:

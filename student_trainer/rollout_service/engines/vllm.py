@@ -173,7 +173,7 @@ class VllmRolloutEngine:
         self._llm.shutdown(SHUTDOWN_SECONDS)
 
     async def _replace_weights(self, version: WeightsVersion, snapshot: Snapshot) -> None:
-        """Replace the weights by those of the snapshot of `version`, and verify them."""
+        """Replace the weights by the snapshot of `version`, and verify the new weights."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         async with self._loading:

@@ -51,10 +51,10 @@ class WorkerOrders:
     ) -> Tensor:
         """Sample one step and record it; return the tokens [B] int64.
 
-        names [B]: of the requests in the batch. fields_of: returns a request's `request_fields`, or
-        None if it belongs to no order. positions [B]: of the new tokens; 0 for the first sampled
-        token. is_due [B]: False for a request whose prompt is not finished, which gets token 0. If
-        a position is sampled again, its record is replaced.
+        names [B]: names of the requests in the batch. fields_of: returns a request's
+        `request_fields`, or None if it belongs to no order. positions [B]: positions of the new
+        tokens; 0 for the first sampled token. is_due [B]: False for a request whose prompt is not
+        finished, which gets token 0. If a position is sampled again, its record is replaced.
         """
         if names != self._names:
             self._names, self._groups = list(names), self._group_rows(names, fields_of)

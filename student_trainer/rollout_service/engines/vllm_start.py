@@ -39,10 +39,10 @@ def start_vllm(
 ) -> Any:
     """Start vLLM's processes with our worker, and return the AsyncLLM.
 
-    The weights are random until the first load; with adapters, the base weights are those of the
-    files of `model`, which do not change. Logits are float32, also for a bfloat16 model, because
-    bfloat16 rounds logits between 8 and 16 to multiples of 1/16. `sleeps`: allocate memory such
-    that it can be freed and allocated again; needs a GPU.
+    The weights are random until the first load; with adapters, the base weights come from the files
+    of `model` and do not change. Logits are float32, also for a bfloat16 model, because bfloat16
+    rounds logits between 8 and 16 to multiples of 1/16. `sleeps`: allocate memory such that it can
+    be freed and allocated again; needs a GPU.
 
     Raises InvalidInput if vLLM does not start.
     """

@@ -58,7 +58,7 @@ class RolloutWorker(_Worker):  # type: ignore[misc]
         self.model_runner.sampler = OrderSampler(self.model_runner, self._orders)
 
     def load_snapshot(self, directory: str, number: int, files: Sequence[str]) -> None:
-        """Replace all weights, or all adapters, by those of a snapshot, `files` in `directory`.
+        """Replace all weights, or all adapters, by a snapshot: `files` in `directory`.
 
         No sequence may be scheduled during the load. After an error, the model must not be used.
         """
