@@ -73,7 +73,7 @@ class TeachersByName:
 
     @property
     def any_time(self) -> bool:
-        """Whether all teachers are `any_time`."""
+        """Whether any thread may call `score` of every teacher at any time."""
         return all(teacher.any_time for teacher in self._teachers.values())
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:

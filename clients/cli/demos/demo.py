@@ -124,7 +124,7 @@ def fill_directories(command: tuple[str, ...], directory: Path) -> list[str]:
 
 
 def make_material(directory: Path, services: Services, output: Output) -> None:
-    """Copy the shipped models to `directory`, and make the sums there."""
+    """Copy the shipped models to `directory`, and write the data set of sums there."""
     for name in ("teacher", "student"):
         shutil.copytree(MODELS / name, directory / name)
     with output.stage("generating the data"):

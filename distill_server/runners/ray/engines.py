@@ -118,10 +118,10 @@ class Engines:
         return {PLACED_VARIABLE: str(self._file), ROLLOUTS_TOKEN: self._token}
 
     def start(self, trainer_nodes: Collection[str]) -> bool:
-        """Write the list for the first time, and start the services.
+        """Start the services when each has a place, and write the list that the trainer reads.
 
         `trainer_nodes` are the nodes of the trainer's processes. Returns False as long as a service
-        has no place, because the node of a service determines how it gets weights.
+        has no place, because the node of a service determines how the service gets weights.
         """
         for engine in self._engines:
             engine.place = engine.place or self._find_place(engine)
