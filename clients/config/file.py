@@ -16,7 +16,7 @@ from clients.config.lines import KeyPath, Parsed, SyntaxFault, parse
 from clients.config.problems import describe, fields, holds_text
 from clients.config.sweep import LABEL, SweepFault, SweepPoint, points_of
 from clients.config.tables.after import is_output, named_values, outputs_in
-from clients.data.formats import exists_here
+from clients.data.formats import FILE_SUFFIXES, exists_here
 from clients.data.object_urls import is_object_url, redact_place
 from protos.errors import InvalidInput, NotFound
 
@@ -276,6 +276,15 @@ def named_files(config: AnyJob) -> list[tuple[str, str]]:
     URLs and the outputs of other jobs are excluded.
     """
     return [(key, name) for key, name in _named_places(config) if "://" not in name]
+
+
+def is_file_name(name: str) -> bool:
+    """Return whether a name can only be a path, and no hub id, even if the path does not exist.
+
+    Such a name has a file suffix, a leading "/", "./", "../" or "~", or more than one "/".
+    """
+    has_suffix = name.endswith((*FILE_SUFFIXES, ".py", ".jinja"))
+    return has_suffix or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
 
 
 def named_urls(config: AnyJob) -> list[tuple[str, str]]:

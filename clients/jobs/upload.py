@@ -12,7 +12,7 @@ from typing import TypeAlias, TypeVar
 
 import grpc
 
-from clients.config.file import named_files, replaced
+from clients.config.file import is_file_name, named_files, replaced
 from clients.config.kinds import AnyJob
 from clients.data.formats import FILE_SUFFIXES, exists_here, files_of, is_pattern
 from clients.data.models.files import MODEL_KEYS, list_model_files
@@ -87,11 +87,14 @@ def local_files(job: AnyJob) -> list[LocalFiles]:
 
 
 def paths_of_server(job: AnyJob) -> list[tuple[str, str, str]]:
-    """Return (key, path, similar local file or "") of each path that does not exist here."""
+    """Return (key, path, similar local file or "") of each path that does not exist here.
+
+    A name that may be a hub id is no path.
+    """
     return [
         (key, name, _similar_path(Path(name)))
         for key, name in named_files(job)
-        if Path(name).is_absolute() and not exists_here(name)
+        if is_file_name(name) and not exists_here(name)
     ]
 
 

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 from clients.config.evaluation import ExamConfig
-from clients.config.file import named_files, named_urls
+from clients.config.file import is_file_name, named_files, named_urls
 from clients.config.kinds import AnyJob
 from clients.config.tables.common import StudentConfig
 from clients.config.tables.job import JobConfig, TrainingJob
@@ -56,15 +56,7 @@ def check_template(config: JobConfig, model: str) -> None:
     """
     student = getattr(config, "student", None)
     chat_template = getattr(student, "chat_template", None)
-    if chat_template == "teacher":
-        if not getattr(config, "teacher_addresses", None):
-            raise InvalidInput(
-                "the job has no teacher",
-                field="student.chat_template",
-                hint="name a .jinja file, or remove the key",
-            )
-        return
-    if config.prompt_format is None:
+    if chat_template == "teacher" or config.prompt_format is None:
         return
     templates = _read_templates(model, chat_template)
     if templates is None:
@@ -142,9 +134,7 @@ def check_files(config: AnyJob, hint: str = RELATIVE_PATH_HINT) -> None:
     models = {key for key, _, _ in list_models(config)}
     for key, name in named_files(config):
         has_suffix = name.endswith((*FILE_SUFFIXES, ".py", ".jinja"))
-        # A hub id has at most one slash and no NUL character.
-        is_local = has_suffix or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
-        is_local = is_local or "\0" in name
+        is_local = is_file_name(name) or "\0" in name  # a hub id has no NUL character
         is_local = is_local or (key in models and not _HUB_ID.fullmatch(name))
         try:
             if is_pattern(name):

@@ -17,13 +17,15 @@ def check_models(config: JobConfig, *, here: bool = True) -> list[str]:
     are returned. Raises InvalidInput. Hub ids and URLs are checked by the programs that fetch them.
     """
     notes: list[str] = []
+    student = config.answering_student
+    has_template = student is not None and student.chat_template is not None
     for field, model, reader in list_models(config):
         try:
             exists = Path(model).exists()
         except (OSError, ValueError):  # no path, so perhaps a hub id
             continue
         if exists:
-            notes += check_model(Path(model), field, reader, here=here)
+            notes += check_model(Path(model), field, reader, here=here, has_template=has_template)
     return notes
 
 

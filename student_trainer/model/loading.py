@@ -33,6 +33,7 @@ from clients.data.models.check import (
     refuse_quantisation,
 )
 from clients.data.models.files import quantisation_of
+from clients.data.models.hub import find_on_hub, is_hub_id
 from clients.data.models.loaded_weights import check_loaded_weights, refuse_unscaled
 from clients.data.tokens import loading as tokens
 from clients.data.tokens.tokenizer import read_template
@@ -360,6 +361,8 @@ def _load_pretrained(
         check(path, "student.model")
     revision = student.revision if not path.is_dir() else None
     try:
+        if is_hub_id(student.model):
+            find_on_hub(student.model)
         return load(student.model, revision=revision, trust_remote_code=False, **options)
     except (MemoryError, torch.OutOfMemoryError):
         raise

@@ -13,6 +13,7 @@ from typing import Any
 from clients.config.kinds import AnyTraining
 from clients.data.prompt_format import PromptFormat, default_template
 from clients.preflight.teachers import label_of
+from clients.store.captured_store import captured_stores
 from clients.teacher.info import TeacherInfo
 from protos.errors import InvalidInput
 
@@ -49,9 +50,18 @@ def template_warnings(
 ) -> Sequence[str]:
     """Return the first difference between the chat template of the student and of each teacher.
 
+    Also return a warning if the job trains a student without a template on stored conversations.
+
     `templates` has the templates of the teachers with the student's tokenizer, by label: "" for a
     teacher without a template, None if the template is unknown.
     """
+    stores = captured_stores(config)
+    if stores is not None and stores[0].facts["form"] == "messages" and not tokenizer.chat_template:
+        return (
+            "the store has conversations, but the student has no chat template, so the exported"
+            " model will not answer chat requests; set student.chat_template to the .jinja file"
+            " with which the store was captured",
+        )
     prompt_format = config.prompt_format
     if config.row_request is None or prompt_format is None or not prompt_format.chat_template:
         return ()

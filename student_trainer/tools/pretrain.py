@@ -5,7 +5,8 @@
 
 The result is a Hugging Face directory (Qwen3 architecture) with its tokenizer. A text is the values
 of the columns, joined, and an end-of-text token. With `--loss-on last` only the last column and the
-end-of-text token count in the loss, so the other columns act as a prompt.
+end-of-text token count in the loss, so the other columns act as a prompt. With `--chat-template`, a
+column may hold conversations; the template writes them, and is saved with the tokenizer.
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from clients.data.conversation import conversation_in
 from clients.data.formats import FORMATS
 from clients.data.records import DataSet
-from protos.errors import DistillError, InvalidInput
+from clients.data.tokens.tokenizer import read_template
+from protos.errors import DistillError, ExitCode, InvalidInput
 
 END = "<|end|>"
 # An answer begins where the prompt ends. Without this entry, `transformers serve` searches the
@@ -56,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.manual_seed(options.seed)
     try:
         columns = _read_columns(options)
+    except OSError as error:
+        print(f"error: cannot read {error.filename}: {error.strerror}", file=sys.stderr)
+        raise SystemExit(ExitCode.USAGE) from None
     except DistillError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
@@ -63,8 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(options.tokenizer)
     else:
         tokenizer = make_tokenizer(
-            options.tokenizer, ("".join(values) for values in columns), options.vocab_size
+            options.tokenizer,
+            ("".join(values).replace(END, "") for values in columns),
+            options.vocab_size,
         )
+    if options.chat_template is not None:
+        tokenizer.chat_template = read_template(options.chat_template)
     texts = [_encode_text(tokenizer, values, options) for values in columns]
     model = make_model(len(tokenizer), tokenizer, options.layers, options.width)
     loss = train(model, texts, options)
@@ -161,23 +172,29 @@ def train(model: Qwen3ForCausalLM, texts: list[Text], options: argparse.Namespac
 def _read_columns(options: argparse.Namespace) -> list[list[str]]:
     """Return the column values of each record. The separator follows each value except the last.
 
-    Raises InvalidInput if the data cannot be read, or if a value is missing or not a text.
+    Raises InvalidInput if the data cannot be read, or if a value is missing or neither a text nor,
+    with a chat template, a conversation.
     """
+    template = None if options.chat_template is None else read_template(options.chat_template)
     ends = [options.separator] * (len(options.columns) - 1) + [""]
     data = DataSet(options.data, field="--data")
     texts = []
     for place, record in data.rows(options.columns):
+        values = dict(record)
         for name in options.columns:
-            if not isinstance(record.get(name), str):
+            if template is not None and isinstance(record.get(name), list):
+                conversation = conversation_in(record, name, place)
+                values[name] = _write_conversation(conversation.messages, template, place)
+            elif not isinstance(record.get(name), str):
                 problem = (
                     "is not a text" if name in record else f"is not one of {', '.join(record)}"
                 )
                 raise InvalidInput(
                     f"column {name!r} of {place} {problem}",
                     field="--columns",
-                    hint="name columns of texts",
+                    hint="name columns of texts, or give a --chat-template for conversations",
                 )
-        texts.append([record[name] + end for name, end in zip(options.columns, ends, strict=True)])
+        texts.append([values[name] + end for name, end in zip(options.columns, ends, strict=True)])
     if not texts:
         raise InvalidInput(
             f"{options.data} has no records", field="--data", hint="give a file with records"
@@ -185,12 +202,28 @@ def _read_columns(options: argparse.Namespace) -> list[list[str]]:
     return texts
 
 
+def _write_conversation(messages: Sequence[Mapping[str, Any]], template: str, location: str) -> str:
+    """Return a conversation as the template writes it. Raises InvalidInput if it cannot."""
+    writer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), eos_token=END)
+    try:
+        text = writer.apply_chat_template(messages, chat_template=template, tokenize=False)
+    except (TemplateError, ValueError, TypeError) as error:
+        raise InvalidInput(
+            f"the chat template cannot write {location}: {error}",
+            field="--chat-template",
+            hint="correct the template or the record",
+        ) from error
+    return str(text)
+
+
 def _encode_text(
     tokenizer: PreTrainedTokenizerFast, values: list[str], options: argparse.Namespace
 ) -> Text:
     parts = [tokenizer(value, add_special_tokens=False)["input_ids"] for value in values]
-    ids = [i for part in parts for i in part] + [tokenizer.eos_token_id]
-    learned_tokens = len(parts[-1]) + 1
+    if parts[-1][-1:] != [tokenizer.eos_token_id]:  # a chat template may have written it
+        parts[-1] = [*parts[-1], tokenizer.eos_token_id]
+    ids = [i for part in parts for i in part]
+    learned_tokens = len(parts[-1])
     return Text(ids, len(ids) - learned_tokens if options.loss_on == "last" else 0)
 
 
@@ -212,6 +245,9 @@ def _build_parser() -> argparse.ArgumentParser:
         "--columns", nargs="+", default=["prompt", "answer"], help="columns to join into a text"
     )
     parser.add_argument("--separator", default="", help="text between two columns")
+    parser.add_argument(
+        "--chat-template", type=Path, help="a .jinja file that writes columns of conversations"
+    )
     parser.add_argument("--out", type=Path, required=True, help="directory for the model")
     parser.add_argument("--tokenizer", default="bpe", help="characters, bpe, or a directory")
     parser.add_argument("--vocab-size", type=int, default=4096, help="tokens of a new BPE")

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from clients.data.models.check import Reader, check_model
 from clients.data.models.files import list_weight_files, read_object
+from clients.data.models.hub import find_on_hub, is_hub_id
 from protos.errors import InvalidInput
 from teacher_service.models.digests import FileDigests
 
 log = logging.getLogger(__name__)
 
-_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 # A new number changes all fingerprints, so that rows of an earlier scheme are never reused.
 _SCHEME = 2
@@ -47,7 +46,7 @@ def model_directory(model: str, engine: Reader) -> Path:
     see `check_model`, whose notes are logged.
     """
     path = Path(model).expanduser()
-    if not path.exists() and _HUB_ID.fullmatch(model):
+    if is_hub_id(model):
         path = _download(model)
     if not path.exists():
         raise _model_error(
@@ -59,25 +58,16 @@ def model_directory(model: str, engine: Reader) -> Path:
 
 
 def _download(hub_id: str) -> Path:
-    # Check that the hub is reachable first: its client would retry for a minute.
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub import snapshot_download
 
-    is_online = True
     try:
-        HfApi().model_info(hub_id, timeout=5)
-    except Exception as error:  # noqa: BLE001 (the copy on this machine is used instead)
-        is_online, reason = False, " ".join(str(error).split())
-    try:
-        snapshot_path = snapshot_download(
-            hub_id, allow_patterns=_HUB_FILES, local_files_only=not is_online
-        )
-    except LocalEntryNotFoundError as error:
+        is_online = find_on_hub(hub_id)
+    except OSError as error:
         raise _model_error(
-            f"there is no directory {hub_id}, and the hub returns no such model: {reason[:200]}",
-            "check the spelling and the connection, or give a local directory",
+            str(error), "check the spelling and the connection, or give a local directory"
         ) from error
-    return Path(snapshot_path)
+    path = snapshot_download(hub_id, allow_patterns=_HUB_FILES, local_files_only=not is_online)
+    return Path(path)
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -225,15 +225,14 @@ def test_the_same_data_set_with_a_teacher(make_server: MakeServer, tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_model_without_a_hub(tmp_path: Path) -> None:
-    """With fewer steps: the commands write a model, and a template that its tokenizer renders."""
+    """With fewer steps: the commands write a model with the chat template."""
     from transformers import AutoTokenizer
 
-    (tmp_path / "texts.csv").write_text("prompt;completion\n" + "Hi;Hello, you\n" * 20)
+    (tmp_path / "chats.jsonl").write_text(CONVERSATIONS.body)
     (tmp_path / ".venv").symlink_to(Path(sys.executable).parents[1])
     script = OWN_MODEL.body.replace("--steps 150", "--steps 2")
     subprocess.run(["bash", "-euc", script], cwd=tmp_path, env=ENVIRONMENT, check=True)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "models" / "small")
-    tokenizer.chat_template = (tmp_path / "chat.jinja").read_text()
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
     )

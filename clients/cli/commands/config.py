@@ -34,18 +34,32 @@ app = typer.Typer(help="Check job files and show their values.", no_args_is_help
 
 @app.command()
 def check(context: typer.Context, job: JobFileArgument, sets: SetOption = None) -> None:
-    """Check a job file, and the model directories on this machine that it names.
+    """Check a job file, and the files and models on this machine that it names.
 
-    All problems of the file are reported at once.
+    All problems of the job file are reported at once. Names of files that do not exist on this
+    machine are printed: the machine that runs the job may have these files.
     """
     from clients.config.file import load_jobs, references_of
+    from clients.jobs.upload import paths_of_server
+    from clients.preflight.columns import fit_columns
+    from clients.preflight.data_files import check_data
+    from clients.preflight.files import check_template
+    from clients.preflight.limits import Limits
     from clients.preflight.models import check_models
 
     output = settings_of(context).output
     files = load_jobs(job, sets or [])
-    for file in files:
-        for note in check_models(file.config, here=False):
+    for config in (file.config for file in files):
+        for note in check_models(config, here=False):
             output.say(note)
+        check_data(config, only_existing=True)
+        columns, _ = fit_columns(config, config.data_files)
+        config = Limits(columns).apply(config)
+        if config.answering_student is not None:
+            check_template(config, config.answering_student.model)
+        for key, path, similar in paths_of_server(config):
+            suggestion = f"; did you mean {similar}?" if similar else ""
+            output.say(f"{key}: {path} is not on this machine{suggestion}")
     names = {file.config.name for file in files}
     references = (name for file in files for _, name in references_of(file.config))
     # Only the server can check whether these files exist.

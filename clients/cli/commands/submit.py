@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
@@ -79,6 +80,8 @@ def submit(
     with settings.client() as client:
         if upload:
             configs = _upload_files(client, output, configs)
+        else:
+            _print_server_paths(output, configs, are_absolute=False)
         text = files[0].text
         if len(configs) == 1:  # older servers have no submit_all
             handles = [client.submit(configs[0], config_text=text, idempotency_key=key or None)]
@@ -105,7 +108,7 @@ def _upload_files(client: DistillClient, output: Output, configs: Sequence[AnyJo
     from clients.preflight.data_files import check_data
     from clients.preflight.models import check_models
 
-    _print_server_paths(output, configs)
+    _print_server_paths(output, configs, are_absolute=True)
     for config in configs:
         check_data(config, only_existing=True)
         check_models(config, here=False)
@@ -116,7 +119,7 @@ def _print_planned_uploads(output: Output, configs: Sequence[AnyJob]) -> bool:
     """Print the files that would be sent; return False if there are none."""
     from clients.jobs.upload import local_files
 
-    _print_server_paths(output, configs)
+    _print_server_paths(output, configs, are_absolute=True)
     files = [local_file for config in configs for local_file in local_files(config)]
     for local_file in files:
         size = format_size(sum(path.stat().st_size for path in local_file.files.values()))
@@ -129,16 +132,21 @@ def _print_planned_uploads(output: Output, configs: Sequence[AnyJob]) -> bool:
     return bool(files)
 
 
-def _print_server_paths(output: Output, configs: Sequence[AnyJob]) -> None:
-    """Print the absolute paths that do not exist on this machine, with similar local paths."""
+def _print_server_paths(output: Output, configs: Sequence[AnyJob], *, are_absolute: bool) -> None:
+    """Print the paths that do not exist on this machine, with similar local paths.
+
+    `are_absolute`: print the absolute paths; else the relative ones, which the server looks up in
+    its own working directory.
+    """
     from clients.jobs.upload import paths_of_server
 
     for config in configs:
         for key, path, similar in paths_of_server(config):
+            if Path(path).is_absolute() is not are_absolute:
+                continue
+            place = "on this machine" if are_absolute else f"in {Path.cwd()}"
             suggestion = f"; did you mean {similar}?" if similar else ""
-            output.say(
-                f"{key}: {path} is not on this machine: taken as a path of the server{suggestion}"
-            )
+            output.say(f"{key}: {path} is not {place}: taken as a path of the server{suggestion}")
 
 
 def _check_with_server(settings: ClientSettings, configs: Sequence[AnyJob]) -> None:

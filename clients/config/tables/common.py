@@ -167,8 +167,8 @@ class StudentConfig(Table):
     revision: str | None = None
     """Commit of the hub id."""
     chat_template: Name | None = None
-    """A .jinja file to use instead of the model's template, or "teacher" for the teacher's.
-    Exported.
+    """A .jinja file to use instead of the model's template, or "teacher" for the template of the
+    job's teacher. Exported.
     """
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype. auto: bfloat16 on a GPU, else float32. Trained weights are float32."""

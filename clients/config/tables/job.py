@@ -295,6 +295,13 @@ class TrainingJob(JobConfig):
         return self
 
     @model_validator(mode="after")
+    def _has_teacher_of_template(self) -> Self:
+        if self.student.chat_template == "teacher" and not self.teacher_addresses:
+            remedy = "the job has no teacher; name a .jinja file, or remove the key"
+            raise refusal(self, "student.chat_template", remedy)
+        return self
+
+    @model_validator(mode="after")
     def _divides_plain_layers(self) -> Self:
         if self.train.tensor_parallel > 1 and self.student.lora is not None:
             remedy = "cannot divide adapters; remove the key or the table student.lora"

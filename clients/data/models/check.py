@@ -55,10 +55,13 @@ _NOT_IN_VLLM = ("bitsandbytes",)
 DEQUANTISED = ("bitsandbytes", "compressed-tensors", "fp8")
 
 
-def check_model(path: Path, field: str, reader: Reader, *, here: bool = True) -> tuple[str, ...]:
+def check_model(
+    path: Path, field: str, reader: Reader, *, here: bool = True, has_template: bool = False
+) -> tuple[str, ...]:
     """Check a model directory for the program that will read it.
 
     `here`: the program runs in this Python environment, so the packages that it needs are checked.
+    `has_template`: the job names a chat template for the student.
 
     Returns warnings about behaviour that users may not expect; usually none. Raises
     InvalidInput if the program cannot use the directory. The hint is the command or the change that
@@ -77,10 +80,10 @@ def check_model(path: Path, field: str, reader: Reader, *, here: bool = True) ->
             f"the weights of {path} are quantised ({entry.get('quant_method')}): its rows include"
             " the error of the quantisation"
         )
-    if reader == "trainer" and _lacks_template(path):
+    if reader == "trainer" and not has_template and _lacks_template(path):
         notes.append(
             f"{path} has no chat template: prompts are texts as they are; records that are messages"
-            ' need student.chat_template, a .jinja file or "teacher"'
+            " need student.chat_template, such as a .jinja file"
         )
     return tuple(notes)
 

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from clients.data.models.hub import find_on_hub, is_hub_id
 from clients.data.tokens.tokenizer import LEGACY_TEMPLATE, chat_templates_in
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,9 @@ def load_tokenizer(transformers: Any, model: str, revision: str | None = None) -
     Raises ValueError if the directory has only a SentencePiece file and no converter is installed,
     and the errors of `from_pretrained`.
     """
+
+    if is_hub_id(model):
+        find_on_hub(model)
 
     def find_file(name: str) -> Path | None:
         path = transformers.utils.hub.cached_file(

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from student_trainer.tools.pretrain import main
 
@@ -27,6 +27,30 @@ def test_every_format_of_records_is_read(
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     answer = tokenizer.parse_response("2<|end|>", prefix="user: 1+1=<|end|>assistant: ")
     assert answer == {"content": "2"}, "as transformers serve parses it"
+
+
+def test_conversations_are_written_by_the_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, template = tmp_path / "chats.jsonl", tmp_path / "chat.jinja"
+    turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    data.write_text(json.dumps({"messages": turns}) + "\n")
+    template.write_text(
+        "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}a: {% endif %}"
+    )
+    options = ["--columns", "messages", "--chat-template", str(template), "--batch", "1"]
+    sizes = ["--tokenizer", "characters", "--layers", "1", "--width", "32", "--steps", "60"]
+    main(["--data", str(data), *options, *sizes, "--out", str(tmp_path / "model")])
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["vocabulary"] == len({*"ua: 1+=2"}) + 1, "<|end|> is one token"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    prompt = tokenizer.apply_chat_template(
+        turns[:1], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    answer = model.generate(**prompt, max_new_tokens=9, do_sample=False)[0]
+    assert tokenizer.decode(answer) == "u: 1+1=<|end|>a: 2<|end|>"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,66 @@
+"""`distill config check` of the files and models that a job names on this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from clients.cli.app import main
+from protos.errors import ExitCode
+
+CHAT = '{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}\n'
+
+
+@pytest.fixture(autouse=True)
+def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a student without a chat template and a file of conversations."""
+    monkeypatch.chdir(tmp_path)
+    Path("student").mkdir()
+    Path("student/config.json").write_text("{}")
+    Path("student/model.safetensors").touch()
+    Path("student/tokenizer.json").touch()
+    Path("student/tokenizer_config.json").write_text(json.dumps({"chat_template": None}))
+    Path("chats.jsonl").write_text(CHAT)
+    Path("chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+
+
+def check(text: str) -> int:
+    Path("job.toml").write_text(f'method.type = "sft"\nstudent.model = "student"\n{text}')
+    return main(["config", "check", "job.toml"])
+
+
+def test_a_file_that_is_not_here_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check('data.path = "chat.jsonl"\n') == ExitCode.OK
+    output, notes = capsys.readouterr()
+    assert output == "job.toml: ok\n"
+    assert "data.path: chat.jsonl is not on this machine; did you mean chats.jsonl?" in notes
+
+
+def test_conversations_need_a_template(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check('data.path = "chats.jsonl"\n') == ExitCode.USAGE
+    assert "error: data.messages_column: the tokenizer has no chat template" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_template_of_the_job_leaves_no_note(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check('student.chat_template = "chat.jinja"\ndata.path = "chats.jsonl"\n') == ExitCode.OK
+    assert capsys.readouterr() == ("job.toml: ok\n", "")
+
+
+@pytest.mark.parametrize(
+    "method",
+    ['method.type = "sft"', 'method.type = "offline"', 'method.type = "rl"\nreward.type = "f1"'],
+)
+def test_a_template_of_no_teacher_is_refused(
+    method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("job.toml").write_text(
+        f'{method}\nstudent.model = "student"\nstudent.chat_template = "teacher"\n'
+        'data.path = "chats.jsonl"\n'
+    )
+    assert main(["config", "check", "job.toml"]) == ExitCode.USAGE
+    error = capsys.readouterr().err
+    assert "student.chat_template: the job has no teacher; name a .jinja file" in error
