@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from distill_server.runners.interface import Runner
     from distill_server.runners.machine import Machine
     from distill_server.scheduler import Policy
-    from protos.auth.tls import TlsFiles
 
 app = typer.Typer(
     add_completion=False,
@@ -105,7 +104,7 @@ def serve(
                 database=database,
                 keep_days=keep_days,
                 stop_grace=stop_grace if on_stop is options.OnStop.CHECKPOINT else None,
-                dashboard=_create_dashboard(dashboard, external_url, tls),
+                dashboard=_create_dashboard(dashboard, external_url),
                 on_end=None if on_end is None else EndCommand(on_end),
                 metrics=(metrics_host, metrics_port),
                 endpoint=endpoint,
@@ -177,7 +176,8 @@ def _import_runs(runs: Path, database: Path, source: Path) -> None:
 
 def _start_logging() -> None:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("protos.rpc.metrics_page").setLevel(logging.INFO)  # to log the page's address
+    for name in ("metrics_page", "file_watch"):  # the page's address, and files that were read
+        logging.getLogger(f"protos.rpc.{name}").setLevel(logging.INFO)
 
 
 def _create_machine(
@@ -229,7 +229,7 @@ def _create_runner(ray: str | None, slurm: bool, slurm_options: list[str]) -> Ru
     return RayRunner(RayCluster(RayJobs(ray)))
 
 
-def _create_dashboard(port: int | None, external_url: str, tls: TlsFiles) -> Dashboard | None:
+def _create_dashboard(port: int | None, external_url: str) -> Dashboard | None:
     if port is None:
         if external_url:
             raise InvalidInput(
@@ -242,4 +242,4 @@ def _create_dashboard(port: int | None, external_url: str, tls: TlsFiles) -> Das
     from distill_server.dashboard.serve import Dashboard, external_host
 
     external_host(external_url)
-    return Dashboard(port, external_url, tls, lambda url: print(f"dashboard at {url}", flush=True))
+    return Dashboard(port, external_url, lambda url: print(f"dashboard at {url}", flush=True))

@@ -33,7 +33,7 @@ from distill_server.rpc.streams import Streams
 from distill_server.runners.interface import Runner
 from distill_server.scheduler import Policy, Scheduler
 from distill_server.uploads import Uploads, collect_garbage, named_uploads
-from protos.auth.access import OnRefusal
+from protos.auth.access import OnRefusal, Tokens
 from protos.distill_pb2_grpc import add_DistillServicer_to_server
 from protos.errors import InvalidInput
 from protos.rpc.metrics_page import MetricsPage, metrics_page
@@ -73,7 +73,11 @@ async def run_server(
     uses the database or `runs`, or if `runs` belongs to another database; InvalidInput if the port
     is taken or `runs` cannot be a directory.
     """
-    require_counted_gpus(endpoint.tokens.quotas, policy.machine.gpus is not None)
+
+    def check_tokens(tokens: Tokens) -> None:
+        require_counted_gpus(tokens.quotas, policy.machine.gpus is not None)
+
+    check_tokens(endpoint.tokens)
     runs, notifier = _create_directory(runs), ChangeNotifier()
     database = database or runs / "server.sqlite"
     with open_database(database) as connection, own_runs(runs, database, connection):
@@ -81,7 +85,7 @@ async def run_server(
         settle_new_runs(store, runs)
         files, tokens = RunFiles(), endpoint.tokens
         audit = Audit(database.with_name(AUDIT_FILE), tokens)
-        quotas = Quotas(connection, store, tokens.quotas)
+        quotas = Quotas(connection, store, lambda: tokens.quotas)
         scheduler = Scheduler(store, runs, runner, policy, quotas, preflight, files)
         control = JobControl(
             store,
@@ -150,6 +154,7 @@ async def run_server(
                     drain=drain,
                     on_stop=notifier.close,
                     on_refusal=audit.record_refusal,
+                    check_tokens=check_tokens,
                 )
 
 
@@ -197,6 +202,7 @@ async def _serve_and_work(
     drain: Callable[[], Awaitable[None]],
     on_stop: Callable[[], None],
     on_refusal: OnRefusal,
+    check_tokens: Callable[[Tokens], None],
 ) -> None:
     """Serve until SIGTERM or SIGINT; run `coroutine_functions` as long as the port is bound."""
     page.follow(asyncio.get_running_loop())
@@ -223,6 +229,7 @@ async def _serve_and_work(
         drain=drain,
         on_stop=on_stop,
         on_refusal=on_refusal,
+        check_tokens=check_tokens,
     )
     for task in tasks:
         task.cancel()

@@ -101,7 +101,7 @@ def teacher(
         cache = _read_cache_settings(
             no_cache, cache_dir, sizes, cache_zstd, redis_url, redis_ttl_hours
         )
-        http = None if http_port is None else HttpFront(http_port, tls)
+        http = None if http_port is None else HttpFront(http_port)
         page = metrics_host, metrics_port
         program.run(program.TeacherSettings(scoring, endpoint, cache, page, http))
 

@@ -35,7 +35,6 @@ from benchmarks.shared.model_rows import VOCAB, model_rows
 from clients.teacher.client import TeacherClient
 from clients.teacher.query import ScoreQuery, request_of
 from protos import teacher_pb2_grpc
-from protos.auth.tls import TlsFiles
 from protos.rpc.server import ServerEndpoint, serve
 from teacher_service.http.app import HttpTeacher
 from teacher_service.http.clients import HttpClients
@@ -87,7 +86,7 @@ async def serve_rows(k: int) -> None:
         )
         app = LoadingApp(LoadProgress())
         app.set_teacher(HttpTeacher(scorer, batcher, limits, metrics, HttpClients(budget)))
-        async with HttpFront(0, TlsFiles()).serving(app, ServerEndpoint()) as (url, stop):
+        async with HttpFront(0).serving(app, ServerEndpoint()) as (url, stop):
 
             def register(server: grpc.aio.Server) -> str:
                 teacher_pb2_grpc.add_TeacherServicer_to_server(servicer, server)

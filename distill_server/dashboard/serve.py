@@ -20,7 +20,6 @@ from distill_server.people.audit import Audit
 from distill_server.rpc.streams import Streams
 from distill_server.runners.machine import Machine
 from distill_server.scheduler import Scheduler
-from protos.auth.tls import TlsFiles
 from protos.errors import InvalidInput
 from protos.rpc.http_server import HttpLimits, bind, listening
 from protos.rpc.server import ServerEndpoint
@@ -38,7 +37,6 @@ class Dashboard:
 
     port: int = 0
     external_url: str = ""
-    tls: TlsFiles = field(default_factory=TlsFiles)
     on_ready: Callable[[str], None] = lambda url: None
     limits: HttpLimits = field(default_factory=HttpLimits)
 
@@ -80,7 +78,7 @@ class Dashboard:
         external = external_host(self.external_url)
         app = make_app(pages, tokens=endpoint.tokens, host=endpoint.host, external=external)
         with bind(endpoint.host, self.port, "--dashboard") as sock:
-            async with listening(app, sock, self.tls, self.limits):
+            async with listening(app, sock, endpoint.tls, self.limits):
                 host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
                 scheme = "https" if endpoint.tls else "http"
                 url = self.external_url or f"{scheme}://{host}:{sock.getsockname()[1]}"

@@ -7,7 +7,7 @@ cannot delay a large job forever. Jobs of other owners are not blocked.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from clients.jobs.job import Job
@@ -31,12 +31,16 @@ class Quotas:
     """Decides which owners may start a further job. Call all methods on the event loop."""
 
     def __init__(
-        self, connection: sqlite3.Connection, store: JobStore, quotas: Mapping[str, Quota]
+        self,
+        connection: sqlite3.Connection,
+        store: JobStore,
+        read_quotas: Callable[[], Mapping[str, Quota]],
     ) -> None:
-        """`quotas` has the quota of each owner by name; other owners have no quota."""
+        """`read_quotas` returns the current quota of each owner by name; others have none."""
         self._db = connection
         self._store = store
-        self._quotas = quotas
+        self._read_quotas = read_quotas
+        self._quotas: Mapping[str, Quota] = {}
         self._usage_by_owner: dict[str, _Usage] = {}
         # The owners with a job above their quota in the last pass, and the phase of these jobs.
         self._phase_by_owner: dict[str, str] = {}
@@ -44,6 +48,8 @@ class Quotas:
 
     def begin_pass(self) -> None:
         """Count the shares of the active jobs, and set the phase of jobs that wait for a quota."""
+        if (quotas := self._read_quotas()) != self._quotas:
+            self._quotas, self._phase_by_owner, self._last_counters = quotas, {}, ()
         if not self._quotas:
             return
         usage_by_owner: dict[str, _Usage] = {}

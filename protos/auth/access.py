@@ -10,7 +10,7 @@ import hmac
 import logging
 import os
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -90,52 +90,84 @@ class Caller:
     token: str = ""
 
 
+@dataclass(frozen=True)
+class _Digests:
+    """What is known of tokens: digests with their roles and owners, and the keys of tags."""
+
+    roles: Sequence[tuple[bytes, Role]]
+    keys: Sequence[bytes]
+    owners: Mapping[bytes, str]
+    quotas: Mapping[str, Quota]
+
+    def role_of(self, digest: bytes) -> Role | None:
+        matching_role = None
+        for token_digest, role in self.roles:
+            if hmac.compare_digest(token_digest, digest):
+                matching_role = role
+        return matching_role
+
+
 class Tokens:
     """The tokens that a server accepts. An empty set is false: the server then needs no token.
 
-    Holds SHA-256 digests and derived signing keys, never the tokens. Immutable, so safe to share
-    between threads. `quotas` are the quotas of the owners, by name.
+    Holds SHA-256 digests and derived signing keys, never the tokens. Thread-safe: `reload` replaces
+    all of them at once. `file` is the token file, None if there is no file.
     """
 
     def __init__(
         self,
         roles: Mapping[str, Role] | None = None,
         terms: Mapping[str, Terms] | None = None,
+        file: Path | None = None,
     ) -> None:
         """Digest the tokens. `roles` maps each token to its role, `terms` to its owner and quota.
 
         Raises InvalidInput if two tokens of an owner have different quotas.
         """
-        self._roles = [(_hash_token(token), role) for token, role in (roles or {}).items()]
-        self._keys = [signing_key(token) for token in roles or {}]
-        self._owners = {
-            _hash_token(token): token_terms.owner for token, token_terms in (terms or {}).items()
-        }
-        self.quotas: Mapping[str, Quota] = quotas_of((terms or {}).values())
+        self.file = file
+        self._digests = _Digests(
+            roles=[(_hash_token(token), role) for token, role in (roles or {}).items()],
+            keys=[signing_key(token) for token in roles or {}],
+            owners={
+                _hash_token(token): token_terms.owner
+                for token, token_terms in (terms or {}).items()
+            },
+            quotas=quotas_of((terms or {}).values()),
+        )
 
     def __bool__(self) -> bool:
-        return bool(self._roles)
+        return bool(self._digests.roles)
+
+    @property
+    def quotas(self) -> Mapping[str, Quota]:
+        """The quotas of the owners, by name."""
+        return self._digests.quotas
+
+    def reload(self, check: Callable[[Tokens], None]) -> None:
+        """Read `file` again, and accept exactly its tokens from now on.
+
+        `check` is called with the new tokens. If it raises, or if `read_tokens` refuses `file`, the
+        old tokens stay.
+        """
+        new_tokens = read_tokens(self.file)
+        check(new_tokens)
+        self._digests = new_tokens._digests
 
     def role_of(self, presented: str) -> Role | None:
         """Return the role of a token, or None if it is unknown.
 
         The time does not depend on which part of the token is wrong.
         """
-        digest = _hash_token(presented)
-        matching_role = None
-        for token_digest, role in self._roles:
-            if hmac.compare_digest(token_digest, digest):
-                matching_role = role
-        return matching_role
+        return self._digests.role_of(_hash_token(presented))
 
     def caller_in(self, metadata: Any) -> Caller:
         """Return the caller of an admitted call, from the bearer token in its metadata."""
-        token = _bearer_token(metadata)
-        role = None if token is None else self.role_of(token)
+        token, digests = _bearer_token(metadata), self._digests
+        digest = _hash_token(token or "")
+        role = digests.role_of(digest)
         if token is None or role is None:
             return Caller()
-        digest = _hash_token(token)
-        return Caller(role, self._owners.get(digest, ""), digest.hex()[:_NAME_DIGITS])
+        return Caller(role, digests.owners.get(digest, ""), digest.hex()[:_NAME_DIGITS])
 
     def scope_of(self, presented: str, *, rollouts: bool = False) -> str | None:
         """Return `JOB.ATTEMPT` of a token derived from one of these tokens, otherwise None.
@@ -147,11 +179,12 @@ class Tokens:
         if parts is None:
             return None
         text, scope, tag = parts
-        signature_flags = [is_signed(key, text, tag) for key in self._keys]
+        digests = self._digests
+        signature_flags = [is_signed(key, text, tag) for key in digests.keys]
         if rollouts != text.startswith("rollouts."):
             return None
         if rollouts:
-            admin_flags = [role is Role.ADMIN for _, role in self._roles]
+            admin_flags = [role is Role.ADMIN for _, role in digests.roles]
             signature_flags = [
                 is_valid and is_admin
                 for is_valid, is_admin in zip(signature_flags, admin_flags, strict=True)
@@ -204,7 +237,7 @@ def read_tokens(file: Path | None) -> Tokens:
             *_parse_lines(os.environ.get(TOKENS_VARIABLE, ""), f"${TOKENS_VARIABLE}: line ")
         )
     text = read_file(file, "--token-file", secret=0o077).decode("utf-8", "replace")
-    tokens = Tokens(*_parse_lines(text, f"{file}:"))
+    tokens = Tokens(*_parse_lines(text, f"{file}:"), file)
     if not tokens:
         # The file may be truncated or not yet written. A user who gives a token file wants tokens
         # to be checked, so an empty file must not switch the check off.

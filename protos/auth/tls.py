@@ -1,9 +1,13 @@
-"""TLS credentials from PEM files, checked when read: gRPC would report errors only in a call."""
+"""TLS credentials from PEM files, checked when read: gRPC would report errors only in a call.
+
+A server can read its files again (`ServerTls.reload`), for example when a certificate is renewed.
+"""
 
 from __future__ import annotations
 
 import os
 import ssl
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,25 +25,72 @@ class TlsFiles:
     client_ca: Path | None = None
 
 
-def server_credentials(files: TlsFiles) -> grpc.ServerCredentials | None:
-    """Return the TLS credentials of a server, or None if no file is named.
+class ServerTls:
+    """The TLS of a server, for its gRPC and HTTP ports. Thread-safe.
 
-    With `client_ca`, a client must present a certificate that this authority signed (mTLS). Raises
-    InvalidInput if a file is missing, unreadable or invalid.
+    A new connection gets the certificate that was read last. With `client_ca`, a client must
+    present a certificate that this authority signed (mTLS).
     """
-    if files == TlsFiles():
-        return None
-    if files.cert is None or files.key is None:
-        raise InvalidInput(
-            "is missing",
-            field="--tls-cert" if files.cert is None else "--tls-key",
-            hint="give both --tls-cert and --tls-key",
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Read the files. Raises InvalidInput if one is missing, unreadable or invalid."""
+        if files.cert is None or files.key is None:
+            raise InvalidInput(
+                "is missing",
+                field="--tls-cert" if files.cert is None else "--tls-key",
+                hint="give both --tls-cert and --tls-key",
+            )
+        self._cert, self._key, self._client_ca = files.cert, files.key, files.client_ca
+        self.reload()
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        """The files."""
+        return [path for path in (self._cert, self._key, self._client_ca) if path is not None]
+
+    def reload(self) -> None:
+        """Read the files again, for new connections.
+
+        Raises InvalidInput as `__init__`, and then new connections get the certificate of before.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        chain = _read_identity(self._cert, self._key, ("--tls-cert", "--tls-key"), context)
+        roots = None
+        if self._client_ca is not None:
+            roots = _read_roots(self._client_ca, "--tls-client-ca")
+            context.load_verify_locations(cadata=roots.decode("ascii"))
+            context.verify_mode = ssl.CERT_REQUIRED
+        self._grpc_certificates = grpc.ssl_server_certificate_configuration([chain], roots)
+        self._context = context
+
+    def grpc_credentials(self) -> grpc.ServerCredentials:
+        """Return the credentials of a gRPC port."""
+        served_certificates = self._grpc_certificates
+
+        def fetch_change() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal served_certificates
+            if self._grpc_certificates is served_certificates:
+                return None  # gRPC keeps its certificates
+            served_certificates = self._grpc_certificates
+            return served_certificates
+
+        return grpc.dynamic_ssl_server_credentials(
+            served_certificates,
+            fetch_change,  # type: ignore[arg-type]
+            require_client_authentication=self._client_ca is not None,
         )
-    chain = _read_identity(files.cert, files.key, ("--tls-cert", "--tls-key"))
-    roots = _read_roots(files.client_ca, "--tls-client-ca") if files.client_ca else None
-    return grpc.ssl_server_credentials(
-        [chain], root_certificates=roots, require_client_auth=roots is not None
-    )
+
+    def http_context(self) -> ssl.SSLContext:
+        """Return the context of an HTTP port."""
+        context = self._context
+
+        def use_last_context(
+            connection: ssl.SSLObject, name: str | None, first_context: ssl.SSLContext
+        ) -> None:
+            connection.context = self._context
+
+        context.sni_callback = use_last_context  # called for each connection, with or without SNI
+        return context
 
 
 def client_credentials(
@@ -58,20 +109,26 @@ def client_credentials(
             field=fields[cert is not None],
             hint=f"set both {fields[0]} and {fields[1]}, or neither",
         )
-    private, chain = _read_identity(cert, key, fields) if cert and key else (None, None)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    private, chain = _read_identity(cert, key, fields, context) if cert and key else (None, None)
     roots = _read_roots(ca, "$DISTILL_TLS_CA") if ca else None
     return grpc.ssl_channel_credentials(roots, private, chain)
 
 
-def _read_identity(cert: Path, key: Path, fields: tuple[str, str]) -> tuple[bytes, bytes]:
-    """Return the private key and the certificate chain after checking that they match."""
+def _read_identity(
+    cert: Path, key: Path, fields: tuple[str, str], context: ssl.SSLContext
+) -> tuple[bytes, bytes]:
+    """Load the private key and the certificate chain into `context`, and return them.
+
+    Raises InvalidInput if they do not match.
+    """
     chain = read_file(cert, fields[0])
     # The group may read the key: Kubernetes mounts a key this way for a program that is not root.
     private = read_file(key, fields[1], secret=0o007)
     try:
         # With an empty password an encrypted key is refused; without one, ssl would prompt for it.
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
-    except (ssl.SSLError, ValueError) as error:
+        context.load_cert_chain(cert, key, password="")
+    except (OSError, ValueError) as error:
         raise InvalidInput(
             f"{cert} and {key} are not a certificate and its unencrypted private key",
             field=fields[0],

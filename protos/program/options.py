@@ -33,13 +33,17 @@ TokenFileOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="File of the accepted tokens, one `ROLE TOKEN` per line. Without it $DISTILL_TOKENS"
-        " is used; without both, every caller is accepted.",
+        help="File of the accepted tokens, one `ROLE TOKEN` per line; read again when it changes."
+        " Without it $DISTILL_TOKENS is used; without both, every caller is accepted.",
     ),
 ]
 TlsCertOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="PEM certificate of this server; enables TLS."),
+    typer.Option(
+        metavar="FILE",
+        help="PEM certificate of this server; enables TLS. Read again, with its key, when it"
+        " changes.",
+    ),
 ]
 TlsKeyOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="PEM key of the certificate.")

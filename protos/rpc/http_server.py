@@ -20,7 +20,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from protos.auth.tls import TlsFiles
+from protos.auth.tls import ServerTls
 from protos.errors import ErrorCode, Forbidden, InvalidInput
 from protos.rpc.transport import is_loopback
 
@@ -94,7 +94,7 @@ def bind(host: str, port: int, option: str) -> socket.socket:
 
 @contextlib.asynccontextmanager
 async def listening(
-    app: ASGIApp, sock: socket.socket, tls: TlsFiles, limits: HttpLimits
+    app: ASGIApp, sock: socket.socket, tls: ServerTls | None, limits: HttpLimits
 ) -> AsyncIterator[Callable[[], None]]:
     """Serve `app` on the socket within the block.
 
@@ -102,22 +102,22 @@ async def listening(
     begins the shutdown: the server then accepts no further request.
     """
     connection: Any = partial(_Connection, limits=limits)
-    server = _Server(
-        uvicorn.Config(
-            app,
-            http=connection,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            h11_max_incomplete_event_size=_MAX_HEADERS_BYTES,
-            timeout_keep_alive=limits.idle,  # type: ignore[arg-type]
-            timeout_graceful_shutdown=limits.grace,  # type: ignore[arg-type]
-            **_tls_options(tls),
-        )
+    config = uvicorn.Config(
+        app,
+        http=connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        h11_max_incomplete_event_size=_MAX_HEADERS_BYTES,
+        timeout_keep_alive=limits.idle,  # type: ignore[arg-type]
+        timeout_graceful_shutdown=limits.grace,  # type: ignore[arg-type]
     )
+    config.load()
+    config.ssl = None if tls is None else tls.http_context()
+    server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[sock]))
 
     def stop() -> None:
@@ -128,20 +128,6 @@ async def listening(
     finally:
         stop()
         await task
-
-
-def _tls_options(tls: TlsFiles) -> dict[str, Any]:
-    if tls.cert is None:
-        return {}
-    import ssl
-
-    required = ssl.CERT_REQUIRED if tls.client_ca else ssl.CERT_NONE
-    return {
-        "ssl_certfile": tls.cert,
-        "ssl_keyfile": tls.key,
-        "ssl_ca_certs": tls.client_ca,
-        "ssl_cert_reqs": required,
-    }
 
 
 class _Server(uvicorn.Server):

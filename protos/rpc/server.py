@@ -8,8 +8,10 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -23,8 +25,9 @@ from protos.auth.access import (
     ignore_refusal,
     read_tokens,
 )
-from protos.auth.tls import TlsFiles, server_credentials
+from protos.auth.tls import ServerTls, TlsFiles
 from protos.errors import InvalidInput
+from protos.rpc.file_watch import WatchedFiles, watch_files
 from protos.rpc.health import Health
 from protos.rpc.ports import describe_listener
 from protos.rpc.statuses import ErrorBoundary
@@ -43,7 +46,7 @@ class ServerEndpoint:
     host: str = "127.0.0.1"
     port: int = 0
     tokens: Tokens = field(default_factory=Tokens)
-    tls: grpc.ServerCredentials | None = None
+    tls: ServerTls | None = None
     insecure: bool = False
 
     def require_usable(self) -> None:
@@ -73,7 +76,8 @@ def read_endpoint(
     host: str, port: int, token_file: Path | None, tls: TlsFiles, *, insecure: bool
 ) -> ServerEndpoint:
     """Create the endpoint from command-line options. Raises InvalidInput with the bad option."""
-    return ServerEndpoint(host, port, read_tokens(token_file), server_credentials(tls), insecure)
+    server_tls = None if tls == TlsFiles() else ServerTls(tls)
+    return ServerEndpoint(host, port, read_tokens(token_file), server_tls, insecure)
 
 
 def require_free_port(host: str, port: int, option: str = "--port") -> None:
@@ -114,10 +118,12 @@ async def serve(
     prepare: Callable[[], Awaitable[None]] | None = None,
     drain: Callable[[], Awaitable[None]] | None = None,
     on_refusal: OnRefusal = ignore_refusal,
+    check_tokens: Callable[[Tokens], None] = lambda tokens: None,
 ) -> signal.Signals | None:
     """Serve until SIGTERM or SIGINT, then give running calls `grace_seconds` seconds to finish.
 
-    Setting `stop` also ends the server. Returns the first signal; None without a signal.
+    Setting `stop` also ends the server. Returns the first signal; None without a signal. The files
+    of tokens and TLS are read again when they change, and at SIGHUP.
 
     - register: adds the service to the server and returns its full name for health checks.
     - prepare: awaited while the server listens and health checks return NOT_SERVING; should end
@@ -126,6 +132,8 @@ async def serve(
     - drain: awaited when the server is to end: calls are still answered, and health checks return
       NOT_SERVING.
     - on_refusal: called with each call that is refused for its token; see `AccessControl`.
+    - check_tokens: called, on a thread, before the tokens of a changed file replace those of
+      `endpoint`; raises a DistillError to refuse them.
     - on_stop: called after `drain`, when shutdown begins; should end streams that would not end by
       themselves.
 
@@ -154,28 +162,47 @@ async def serve(
     bound_port = _bind_port(server, endpoint)
     await server.start()
     _warn_if_open(endpoint)
-    try:
-        if prepare:
-            await prepare()
-        if not stop.is_set():
-            health.start()
-            on_ready(bound_port)
-        await stop.wait()
-        health.stop()
-        if drain:
-            await drain()
-    finally:
-        health.stop()
-        on_stop()
-        await server.stop(grace_seconds)
+    with _reload_changed_files(endpoint, check_tokens):
+        try:
+            if prepare:
+                await prepare()
+            if not stop.is_set():
+                health.start()
+                on_ready(bound_port)
+            await stop.wait()
+            health.stop()
+            if drain:
+                await drain()
+        finally:
+            health.stop()
+            on_stop()
+            await server.stop(grace_seconds)
     return signals[0] if signals else None
+
+
+@contextmanager
+def _reload_changed_files(
+    endpoint: ServerEndpoint, check_tokens: Callable[[Tokens], None]
+) -> Iterator[None]:
+    watched_files = []
+    tokens, tls = endpoint.tokens, endpoint.tls
+    if (file := tokens.file) is not None:
+        watched_files.append(WatchedFiles([file], partial(tokens.reload, check_tokens)))
+    if tls is not None:
+        watched_files.append(WatchedFiles(tls.paths, tls.reload))
+    if not watched_files:  # SIGHUP ends the server, as if its terminal was closed
+        yield
+        return
+    with watch_files(watched_files) as read_now:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, read_now)
+        yield
 
 
 def _bind_port(server: grpc.aio.Server, endpoint: ServerEndpoint) -> int:
     target = _format_target(endpoint.host, endpoint.port)
     try:
         if endpoint.tls:
-            return server.add_secure_port(target, endpoint.tls)
+            return server.add_secure_port(target, endpoint.tls.grpc_credentials())
         return server.add_insecure_port(target)
     except RuntimeError as error:
         # gRPC does not report the cause. If the host is wrong, this call raises an error about it.

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from protos.auth.tls import TlsFiles
 from protos.rpc.http_server import HttpLimits, bind, listening
 from protos.rpc.server import ServerEndpoint, require_free_port
 from teacher_service.http.app import HttpTeacher, make_app
@@ -48,13 +47,12 @@ class LoadingApp:
 
 @dataclass(frozen=True)
 class HttpFront:
-    """The settings of the HTTP API: its port (0 for any free port) and the TLS files.
+    """The settings of the HTTP API: its port, 0 for any free port.
 
     The HTTP API uses the address, tokens and TLS files of the gRPC port.
     """
 
     port: int
-    tls: TlsFiles
     limits: HttpLimits = LIMITS
 
     def require_usable(self, endpoint: ServerEndpoint) -> None:
@@ -73,7 +71,7 @@ class HttpFront:
         """
         gate = TokenGate(app, endpoint.tokens, endpoint.host)
         with bind(endpoint.host, self.port, HTTP_PORT_OPTION) as sock:
-            async with listening(gate, sock, self.tls, self.limits) as stop:
+            async with listening(gate, sock, endpoint.tls, self.limits) as stop:
                 host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
                 scheme = "https" if endpoint.tls else "http"
                 yield f"{scheme}://{host}:{sock.getsockname()[1]}", stop

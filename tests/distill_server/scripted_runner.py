@@ -95,7 +95,7 @@ class SmallServer:
         connection.execute("PRAGMA synchronous = OFF")
         self._loop = self._open.enter_context(asyncio.Runner())
         self.store = JobStore(connection, on_change=lambda job_id: None)
-        quotas = Quotas(connection, self.store, self.quotas)
+        quotas = Quotas(connection, self.store, lambda: self.quotas)
         self.scheduler = Scheduler(
             *(self.store, self.runs, self.runner, self.policy, quotas, self.preflight, self.files)
         )

@@ -123,3 +123,19 @@ def test_a_quota_of_gpus_needs_a_server_that_counts_them() -> None:
     require_counted_gpus({"ann": Quota(gpus=1)}, are_gpus_counted=True)
     with pytest.raises(InvalidInput, match=r"--gpus: owner ann has a quota of GPUs"):
         require_counted_gpus({"ann": Quota(gpus=1)}, are_gpus_counted=False)
+
+
+def test_a_quota_that_changes_holds_for_the_next_start(tmp_path: Path) -> None:
+    policy = Policy(Machine(slots=9))
+    with small_server(tmp_path / "runs", policy, quotas={"ann": Quota(jobs=1)}) as server:
+        for name in ("a1", "a2", "a3"):
+            submit(server, "ann", name)
+        for quotas, running_jobs in (
+            ({"ann": Quota(jobs=1)}, {"a1"}),
+            ({"ann": Quota(jobs=2)}, {"a1", "a2"}),
+            ({"ann": Quota(jobs=1)}, {"a1", "a2"}),
+            ({}, {"a1", "a2", "a3"}),
+        ):
+            server.quotas = quotas
+            server.look()
+            assert list_running(server) == running_jobs
