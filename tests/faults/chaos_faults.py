@@ -22,9 +22,10 @@ from tests.faults.installation import FAKETIME, Installation
 from tests.faults.proxy import Toxics
 
 FULL_SECONDS = HUNG_SECONDS = FROZEN_SECONDS = STOPPED_SECONDS = 15.0
-SILENT_SECONDS, CUT_SECONDS = 20.0, 10.0
+SILENT_SECONDS = 20.0
 CLOCK_SECONDS = 20
-CUT_BYTES = (8 << 10, 48 << 10)
+# The longest wait for an upload, the time after its first reset, and the bytes before each.
+UPLOAD_SECONDS, CUT_SECONDS, CUT_BYTES = 20.0, 5.0, (32 << 10, 96 << 10)
 # The first server runs, or its supervisor has not restarted it yet.
 REFUSAL = re.compile(rb"another server uses|belongs to another job database")
 # A hung directory delays the refusal of a second server.
@@ -161,17 +162,20 @@ class Chaos:
         self.installation.move_clock(seconds)
 
     def upload_cut(self) -> None:
-        """Reset each connection to the object storage after some KiB, mostly of an upload."""
+        """Reset each connection to the object storage after some KiB, which only uploads have."""
         assert self.installation.storage is not None
         proxy = self.installation.storage.proxy
         resets = proxy.resets
         cut_bytes = self.random.randrange(*CUT_BYTES)
         proxy.toxics = Toxics(reset_after_bytes=cut_bytes, slice_bytes=1024)
         proxy.reset_connections()  # connections with more bytes would be reset in any request
-        time.sleep(CUT_SECONDS)
-        proxy.toxics = Toxics()
+        deadline = time.monotonic() + UPLOAD_SECONDS
+        while proxy.resets == resets and time.monotonic() < deadline:
+            time.sleep(0.05)
         if proxy.resets > resets:
             self._tell("S3 uploads cut")
+            time.sleep(CUT_SECONDS)
+        proxy.toxics = Toxics()
 
     def second_server(self) -> None:
         """Start a server with another database; the directories belong to the first database."""
