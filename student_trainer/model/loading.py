@@ -25,6 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from clients.config.tables.common import StudentConfig
+from clients.data.hub import find_on_hub, is_hub_id
 from clients.data.images import ImageReader, makes_grids, require_pillow
 from clients.data.models.check import (
     check_configuration,
@@ -33,7 +34,6 @@ from clients.data.models.check import (
     refuse_quantisation,
 )
 from clients.data.models.files import quantisation_of
-from clients.data.models.hub import find_on_hub, is_hub_id
 from clients.data.models.loaded_weights import check_loaded_weights, refuse_unscaled
 from clients.data.tokens import loading as tokens
 from clients.data.tokens.tokenizer import read_template

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from clients.data.hub import find_on_hub, is_hub_id
 from clients.data.models.check import Reader, check_model
 from clients.data.models.files import list_weight_files, read_object
-from clients.data.models.hub import find_on_hub, is_hub_id
 from protos.errors import InvalidInput
 from teacher_service.models.digests import FileDigests
 

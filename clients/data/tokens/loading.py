@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from clients.data.models.hub import find_on_hub, is_hub_id
+from clients.data.hub import find_on_hub, is_hub_id
 from clients.data.tokens.tokenizer import LEGACY_TEMPLATE, chat_templates_in
 
 log = logging.getLogger(__name__)
