@@ -140,11 +140,10 @@ def _print_server_paths(output: Output, configs: Sequence[AnyJob], *, are_absolu
     """
     from clients.jobs.upload import paths_of_server
 
-    for config in configs:
-        for key, path, similar in paths_of_server(config):
-            if Path(path).is_absolute() is not are_absolute:
-                continue
-            place = "on this machine" if are_absolute else f"in {Path.cwd()}"
+    place = "on this machine" if are_absolute else f"in {Path.cwd()}"
+    missing_paths = [missing for config in configs for missing in paths_of_server(config)]
+    for key, path, similar in dict.fromkeys(missing_paths):  # once for all jobs of a sweep
+        if Path(path).is_absolute() is are_absolute:
             suggestion = f"; did you mean {similar}?" if similar else ""
             output.say(f"{key}: {path} is not {place}: taken as a path of the server{suggestion}")
 

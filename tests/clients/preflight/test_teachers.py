@@ -88,7 +88,11 @@ def test_a_teacher_older_than_draws_has_a_way_out(kl_in: str, remedy: str) -> No
 @pytest.mark.parametrize(
     ("method", "limits", "message"),
     [
-        ({}, {"max_chosen_ids": 0}, "method.divergence: the teacher scores its own likeliest ids"),
+        (
+            {},
+            {"max_chosen_ids": 0},
+            "method.divergence: the teacher scores only its own most likely ids",
+        ),
         ({"top_k": 30}, {"max_chosen_ids": 32}, "teacher.top_k: the teacher scores 32 chosen ids"),
         ({"temperature": 0.5}, {"only_temperature_one": True}, "method.temperature: the teacher"),
     ],

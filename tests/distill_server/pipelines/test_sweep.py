@@ -35,7 +35,9 @@ def test_points_run_and_are_compared(
     assert run(server, "submit", str(path), "--key", "k") == 0
     output = capsys.readouterr()
     ids = [line.split()[0] for line in output.out.splitlines()]
-    assert output.err.strip().startswith("distill table --label 'sweep=best=12 points'")
+    note, command = output.err.splitlines()
+    assert note == f"data.path: prompts.jsonl is not in {Path.cwd()}: taken as a path of the server"
+    assert command.strip().startswith("distill table --label 'sweep=best=12 points'")
     assert {client.wait(job_id, timeout=60).state for job_id in ids} == {JobState.SUCCEEDED}
     jobs = [client.get(job_id) for job_id in ids]
     assert [(job.max_steps, json.loads(job.config_json)["seed"]) for job in jobs] == [

@@ -414,7 +414,7 @@ def test_a_refused_job_is_not_submitted_again(commands: Commands) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--slurm"], "--slurm: sbatch is not installed on this machine; run the server where"),
+        (["--slurm"], "--slurm: sbatch is not installed on this machine; start the server on"),
         (["--slurm", "--ray", "http://x:1"], "--slurm: cannot be given with --ray"),
         (["--slurm-option", "qos=x"], "--slurm-option: needs --slurm"),
     ],

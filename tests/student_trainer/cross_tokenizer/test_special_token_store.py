@@ -78,7 +78,7 @@ def test_ids_and_rows_are_the_students(has_prompts: bool) -> None:
 
 def test_prompts_that_are_not_known_or_too_long() -> None:
     data: Any = RoleSource(2)
-    with pytest.raises(InvalidInput, match="it is in a chat template and data") as caught:
+    with pytest.raises(InvalidInput, match="and the prompt has a chat template") as caught:
         SpecialTokenStore(IDS, "abcdef", lambda _: None).check(data, "store", None)
     assert caught.value.field == "data.prompts"
     long = np.zeros(4, np.int32)
