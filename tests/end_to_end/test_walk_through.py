@@ -236,7 +236,7 @@ def test_a_model_without_a_hub(tmp_path: Path) -> None:
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
     )
-    assert prompt == "user: Hi<|end|>assistant: "
+    assert prompt == "user\nHi<|end|>assistant\n"
 
 
 def type_all(
