@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -281,10 +283,22 @@ def named_files(config: AnyJob) -> list[tuple[str, str]]:
 def is_file_name(name: str) -> bool:
     """Return whether a name can only be a path, and no hub id, even if the path does not exist.
 
-    Such a name has a file suffix, a leading "/", "./", "../" or "~", or more than one "/".
+    Such a name has a file suffix, a leading "/", "./", "../" or "~", more than one "/", or an
+    existing directory before the "/". Raises OSError if this directory cannot be accessed.
     """
     has_suffix = name.endswith((*FILE_SUFFIXES, ".py", ".jinja"))
-    return has_suffix or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+    is_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+    return has_suffix or is_path or ("/" in name and Path(name).parent.is_dir())
+
+
+def similar_path(path: Path) -> str:
+    """Return the path of the local file with the most similar name, or ""."""
+    try:
+        names = os.listdir(path.parent)
+    except OSError:
+        return ""
+    matches = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
+    return str(path.parent / matches[0]) if matches else ""
 
 
 def named_urls(config: AnyJob) -> list[tuple[str, str]]:

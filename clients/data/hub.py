@@ -6,7 +6,8 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+# The names that the hub's client accepts.
+_HUB_ID = re.compile(r"(?!.*(--|\.\.))(\w[\w.-]*/)?\w([\w.-]{0,94}\w)?")
 _TIMEOUT_SECONDS = 5.0
 # A model that was downloaded has one of these in the cache of this machine.
 _KNOWN_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
@@ -14,7 +15,7 @@ _KNOWN_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 
 def is_hub_id(name: str) -> bool:
     """Return whether a model's name is no existing path, and may be a hub id."""
-    return not Path(name).expanduser().exists() and _HUB_ID.fullmatch(name) is not None
+    return _HUB_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
 @lru_cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import TypeAlias, TypeVar
 
 import grpc
 
-from clients.config.file import is_file_name, named_files, replaced
+from clients.config.file import is_file_name, named_files, replaced, similar_path
 from clients.config.kinds import AnyJob
 from clients.data.formats import FILE_SUFFIXES, exists_here, files_of, is_pattern
 from clients.data.models.files import MODEL_KEYS, list_model_files
@@ -92,7 +91,7 @@ def paths_of_server(job: AnyJob) -> list[tuple[str, str, str]]:
     A name that may be a hub id is no path.
     """
     return [
-        (key, name, _similar_path(Path(name)))
+        (key, name, similar_path(Path(name)))
         for key, name in named_files(job)
         if is_file_name(name) and not exists_here(name)
     ]
@@ -236,30 +235,16 @@ class _Upload:
 def _refuse_missing(key: str, name: str) -> None:
     """Raise InvalidInput for a name that does not exist here and can only be a local file."""
     path = Path(name)
-    # "models/student" may be a hub id, unless there is a directory "models".
-    has_local_parent = path.parent != Path() and path.parent.is_dir()
-    if path.is_absolute() or not (
-        has_local_parent or name.endswith(FILE_SUFFIXES) or name[:1] in ".~"
-    ):
+    if path.is_absolute() or not is_file_name(name):
         return
-    similar_path = _similar_path(path)
+    similar = similar_path(path)
     raise InvalidInput(
         f"{name} does not exist on this machine",
         field=key,
-        hint=f"did you mean {similar_path}?"
-        if similar_path
+        hint=f"did you mean {similar}?"
+        if similar
         else "write an absolute path for a file on the server",
     )
-
-
-def _similar_path(path: Path) -> str:
-    """Return the path of the local file with the most similar name, or ""."""
-    try:
-        names = os.listdir(path.parent)
-    except OSError:
-        return ""
-    matches = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
-    return str(path.parent / matches[0]) if matches else ""
 
 
 def _list_files(key: str, place: Path) -> LocalFiles:

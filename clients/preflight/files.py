@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import difflib
 import logging
-import re
 from pathlib import Path
 
 from clients.config.evaluation import ExamConfig
-from clients.config.file import is_file_name, named_files, named_urls
+from clients.config.file import is_file_name, named_files, named_urls, similar_path
 from clients.config.kinds import AnyJob
 from clients.config.tables.common import StudentConfig
 from clients.config.tables.job import JobConfig, TrainingJob
 from clients.data.formats import FILE_SUFFIXES, files_of, is_pattern
+from clients.data.hub import is_hub_id
 from clients.data.object_urls import is_object_url, place_of, redact_place
 from clients.data.prompt_format import (
     check_chat_template,
@@ -41,8 +41,6 @@ from protos.errors import InvalidInput
 _ON_DISK = frozenset(
     {"teacher.model", "teacher.tokenizer", "data.tokenizer", "data.image_folder", "reward.file"}
 )
-# The names that the hub's client accepts.
-_HUB_ID = re.compile(r"(?!.*(--|\.\.))(\w[\w.-]*/)?\w([\w.-]{0,94}\w)?")
 log = logging.getLogger(__name__)
 
 RELATIVE_PATH_HINT = "relative paths start at the current directory"
@@ -134,21 +132,24 @@ def check_files(config: AnyJob, hint: str = RELATIVE_PATH_HINT) -> None:
     models = {key for key, _, _ in list_models(config)}
     for key, name in named_files(config):
         has_suffix = name.endswith((*FILE_SUFFIXES, ".py", ".jinja"))
-        is_local = is_file_name(name) or "\0" in name  # a hub id has no NUL character
-        is_local = is_local or (key in models and not _HUB_ID.fullmatch(name))
         try:
             if is_pattern(name):
                 files_of(name, key)
                 continue
             exists = Path(name).is_file() if has_suffix else Path(name).exists()
-            is_local = is_local or ("/" in name and Path(name).parent.is_dir())
+            # A hub id has no NUL character.
+            is_local = is_file_name(name) or "\0" in name
+            is_local = is_local or (key in models and not is_hub_id(name))
         except OSError as error:  # the name is too long, or a directory is not readable
             problem = f"cannot access {name}: {error.strerror}"
             raise InvalidInput(problem, field=key, hint=hint) from error
         if exists:
             continue
         if is_local:
-            raise InvalidInput(f"no such file: {name}", field=key, hint=hint)
+            # A server must not tell its clients the names of its files.
+            similar = similar_path(Path(name)) if hint == RELATIVE_PATH_HINT else ""
+            own_hint = f"did you mean {similar}?" if similar else hint
+            raise InvalidInput(f"no such file: {name}", field=key, hint=own_hint)
         if key.startswith("data.") and (other := _other_suffix(Path(name))):
             raise InvalidInput(f"no such file: {name}", field=key, hint=f"did you mean {other}?")
 

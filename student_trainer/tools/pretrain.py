@@ -31,7 +31,7 @@ from clients.data.conversation import conversation_in
 from clients.data.formats import FORMATS
 from clients.data.records import DataSet
 from clients.data.tokens.tokenizer import read_template
-from protos.errors import DistillError, ExitCode, InvalidInput
+from protos.errors import DistillError, InvalidInput
 
 END = "<|end|>"
 # An answer begins where the prompt ends. Without this entry, `transformers serve` searches the
@@ -59,10 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     disable_progress_bar()
     torch.manual_seed(options.seed)
     try:
-        columns = _read_columns(options)
-    except OSError as error:
-        print(f"error: cannot read {error.filename}: {error.strerror}", file=sys.stderr)
-        raise SystemExit(ExitCode.USAGE) from None
+        template = _read_template(options.chat_template)
+        columns = _read_columns(options, template)
     except DistillError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
@@ -74,8 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ("".join(values).replace(END, "") for values in columns),
             options.vocab_size,
         )
-    if options.chat_template is not None:
-        tokenizer.chat_template = read_template(options.chat_template)
+    tokenizer.chat_template = template or tokenizer.chat_template
     texts = [_encode_text(tokenizer, values, options) for values in columns]
     model = make_model(len(tokenizer), tokenizer, options.layers, options.width)
     loss = train(model, texts, options)
@@ -169,13 +166,24 @@ def train(model: Qwen3ForCausalLM, texts: list[Text], options: argparse.Namespac
     return sum(recent_losses) / len(recent_losses)
 
 
-def _read_columns(options: argparse.Namespace) -> list[list[str]]:
+def _read_template(file: Path | None) -> str | None:
+    """Return the text of a chat template. Raises InvalidInput if it cannot be read."""
+    try:
+        return None if file is None else read_template(file)
+    except (OSError, ValueError) as error:
+        raise InvalidInput(
+            f"cannot read {file}: {error}", field="--chat-template", hint="give a .jinja file"
+        ) from error
+
+
+def _read_columns(options: argparse.Namespace, template: str | None) -> list[list[str]]:
     """Return the column values of each record. The separator follows each value except the last.
 
     Raises InvalidInput if the data cannot be read, or if a value is missing or neither a text nor,
     with a chat template, a conversation.
     """
-    template = None if options.chat_template is None else read_template(options.chat_template)
+    writer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), eos_token=END)
+    writer.chat_template = template
     ends = [options.separator] * (len(options.columns) - 1) + [""]
     data = DataSet(options.data, field="--data")
     texts = []
@@ -184,7 +192,7 @@ def _read_columns(options: argparse.Namespace) -> list[list[str]]:
         for name in options.columns:
             if template is not None and isinstance(record.get(name), list):
                 conversation = conversation_in(record, name, place)
-                values[name] = _write_conversation(conversation.messages, template, place)
+                values[name] = _write_conversation(writer, conversation.messages, place)
             elif not isinstance(record.get(name), str):
                 problem = (
                     "is not a text" if name in record else f"is not one of {', '.join(record)}"
@@ -202,11 +210,15 @@ def _read_columns(options: argparse.Namespace) -> list[list[str]]:
     return texts
 
 
-def _write_conversation(messages: Sequence[Mapping[str, Any]], template: str, location: str) -> str:
-    """Return a conversation as the template writes it. Raises InvalidInput if it cannot."""
-    writer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), eos_token=END)
+def _write_conversation(
+    writer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, Any]], location: str
+) -> str:
+    """Return a conversation as the chat template of `writer` writes it.
+
+    Raises InvalidInput if the template cannot write it.
+    """
     try:
-        text = writer.apply_chat_template(messages, chat_template=template, tokenize=False)
+        text = writer.apply_chat_template(messages, tokenize=False)
     except (TemplateError, ValueError, TypeError) as error:
         raise InvalidInput(
             f"the chat template cannot write {location}: {error}",

@@ -141,7 +141,7 @@ def _print_server_paths(output: Output, configs: Sequence[AnyJob], *, are_absolu
     from clients.jobs.upload import paths_of_server
 
     place = "on this machine" if are_absolute else f"in {Path.cwd()}"
-    missing_paths = [missing for config in configs for missing in paths_of_server(config)]
+    missing_paths = [entry for config in configs for entry in paths_of_server(config)]
     for key, path, similar in dict.fromkeys(missing_paths):  # once for all jobs of a sweep
         if Path(path).is_absolute() is are_absolute:
             suggestion = f"; did you mean {similar}?" if similar else ""

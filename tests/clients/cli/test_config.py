@@ -38,6 +38,20 @@ def test_a_file_that_is_not_here_is_named(capsys: pytest.CaptureFixture[str]) ->
     assert "data.path: chat.jsonl is not on this machine; did you mean chats.jsonl?" in notes
 
 
+def test_a_directory_that_is_not_here_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its parent directory exists, so the name is no hub id."""
+    Path("models").mkdir()
+    Path("models/small").mkdir()
+    job = 'method.type = "sft"\nstudent.model = "models/smal"\ndata.path = "chats.jsonl"\n'
+    Path("job.toml").write_text(job)
+    assert main(["config", "check", "job.toml"]) == ExitCode.OK
+    note = "student.model: models/smal is not on this machine; did you mean models/small?"
+    assert note in capsys.readouterr().err
+    assert main(["run", "job.toml"]) == ExitCode.USAGE
+    error = "error: student.model: no such file: models/smal; did you mean models/small?\n"
+    assert capsys.readouterr().err.endswith(error)
+
+
 def test_conversations_need_a_template(capsys: pytest.CaptureFixture[str]) -> None:
     assert check('data.path = "chats.jsonl"\n') == ExitCode.USAGE
     assert "error: data.messages_column: the tokenizer has no chat template" in (

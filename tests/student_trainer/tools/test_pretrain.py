@@ -75,3 +75,26 @@ def test_an_error_is_one_sentence(
     assert stop.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {message.replace('PATH', str(data))}")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "cannot read TEMPLATE: [Errno 2] No such file"),
+        ("{% for", "the chat template cannot write row 1 of "),
+        ("{{ raise_exception('no system') }}", "the chat template cannot write row 1 of "),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_one_sentence(
+    template: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, file = tmp_path / "chats.jsonl", tmp_path / "chat.jinja"
+    data.write_text('{"messages": [{"role": "user", "content": "1"}]}\n')
+    if template is not None:
+        file.write_text(template)
+    options = ["--columns", "messages", "--chat-template", str(file)]
+    with pytest.raises(SystemExit) as stop:
+        main(["--data", str(data), *options, "--out", str(tmp_path / "model")])
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --chat-template: {message.replace('TEMPLATE', str(file))}")
