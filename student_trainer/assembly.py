@@ -72,6 +72,7 @@ from student_trainer.teachers.connections import (
     describe_changed_teachers,
     teacher_facts,
 )
+from student_trainer.teachers.stop_watch import end_requests_after_stop
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +129,8 @@ def assemble(
         # Later checkpoints are damaged, or are replaced by the steps of this attempt.
         checkpoint.delete_after(run.checkpoints, step)
     copies.resume_from(step)
+    for teacher in teachers.values():
+        end_requests_after_stop(teacher.client, progress.stop_asked)
     engine = connect_engine(config, service, accelerator, student, run.path, attempt, tokenizer)
     if engine is not None:
         end_orders_after_stop(engine.client, progress.stop_asked)

@@ -135,6 +135,23 @@ class TeacherClient:
         """Bytes of rows that were requested or received, and that the caller has not taken yet."""
         return self._window.held_bytes
 
+    @property
+    def silence_seconds(self) -> float:
+        """Seconds without a message of a teacher that owes an answer; 0 if no answer is due."""
+        return self._window.silence_seconds()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._window.closed
+
+    def fail_silent(self, duration: str) -> None:
+        """Fail all unfinished requests with Unavailable: the teacher has not answered `duration`.
+
+        `duration`: such as "for 20 s". Later requests are not affected.
+        """
+        self._fail_all(self._silence_error(duration))
+
     def info(self, *, waits: bool = True) -> TeacherInfo:
         """Return the model, fingerprint and limits that all teachers of this client share.
 
@@ -312,9 +329,12 @@ class TeacherClient:
                         )
                 if alive_at - max(silent_since, moved_at) < _BUSY_FACTOR * patience:
                     continue
-            self._window.fail_all(self._stall_error(is_any_alive))
-            for lane in self._lanes:
-                lane.cancel_stream()
+            self._fail_all(self._stall_error(is_any_alive))
+
+    def _fail_all(self, fault: DistillError) -> None:
+        self._window.fail_all(fault)
+        for lane in self._lanes:
+            lane.cancel_stream()
 
     def _loads(self) -> Mapping[str, TeacherLoad]:
         """Return the loads of the teachers that answer, by address."""
@@ -332,23 +352,29 @@ class TeacherClient:
         return any(is_alive(check) for check in checks)
 
     def _stall_error(self, alive: bool) -> Unavailable:
-        faults = [lane.last_fault.message for lane in self._lanes if lane.last_fault]
-        last_faults = f" (last: {'; '.join(faults)})" if faults else ""
         if alive:
+            last_faults = self._last_faults()
             return Unavailable(
                 f"the {self._name} answers, but has scored nothing for"
                 f" {_BUSY_FACTOR * self._patience_seconds:g} s{last_faults}",
                 field=self._field,
                 hint="read the teacher's log"
-                if faults
+                if last_faults
                 else "start the teacher with a smaller --max-batch-tokens, or raise"
                 " teacher.patience_seconds",
             )
+        return self._silence_error(f"for {self._patience_seconds:g} s")
+
+    def _silence_error(self, duration: str) -> Unavailable:
         return Unavailable(
-            f"the {self._name} has not answered for {self._patience_seconds:g} s{last_faults}",
+            f"the {self._name} has not answered {duration}{self._last_faults()}",
             field=self._field,
             hint="start the teacher again, then resume the job",
         )
+
+    def _last_faults(self) -> str:
+        faults = [lane.last_fault.message for lane in self._lanes if lane.last_fault]
+        return f" (last: {'; '.join(faults)})" if faults else ""
 
     def _connection_error(self, error: grpc.RpcError, lane: TeacherConnection) -> DistillError:
         if wrong_program := not_a_teacher(error, lane.address, self._field):

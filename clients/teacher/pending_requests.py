@@ -60,6 +60,11 @@ class PendingRequests:
         """Bytes of answers that are in flight, or received and not yet taken."""
         return self._held_bytes
 
+    def silence_seconds(self) -> float:
+        """Return the seconds since the last message while an answer is due, otherwise 0."""
+        with self._changed:
+            return time.monotonic() - self.silent_since if self._is_answer_due() else 0.0
+
     def submit(self, query: ScoreQuery) -> Future[RowBlock]:
         """Queue a query and return its future. Raises Unavailable after `close`."""
         answer = PendingAnswer(self, query)

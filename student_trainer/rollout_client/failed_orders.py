@@ -23,12 +23,11 @@ from protos.errors import DistillError, Unavailable, error_of
 from student_trainer.rollout_client.engine_client import EngineClient
 from student_trainer.rollout_client.local_services import RolloutServices
 from student_trainer.rollout_client.placed_services import PlacedServices
+from student_trainer.teachers import stop_watch
 
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5
-# A server kills a cancelled trainer after 60 s, and writing the checkpoint takes time too.
-STOP_SECONDS = 20.0
 
 
 def fail_when_lost(
@@ -67,26 +66,20 @@ def _watch_file(client: EngineClient, file: Path) -> None:
 
 
 def end_orders_after_stop(client: EngineClient, is_stop_requested: Callable[[], bool]) -> None:
-    """Fail the orders of `client` that have not ended STOP_SECONDS after a stop request.
+    """Fail the orders of `client` that have not ended 20 s after a stop request.
 
     `is_stop_requested`: returns whether there is a stop request; called in a thread, which ends
     with the client. A resumed run samples the missing rollouts with the weights of its checkpoint.
     """
 
-    def watch() -> None:
-        requested_at: float | None = None
-        while not client.is_closed:
-            if requested_at is None and is_stop_requested():
-                requested_at = time.monotonic()
-            if requested_at is not None and time.monotonic() - requested_at >= STOP_SECONDS:
-                client.fail(
-                    Unavailable(
-                        f"the rollout engine has not finished {STOP_SECONDS:g} s after the job was "
-                        "asked to stop",
-                        hint="resume the job to sample the missing answers again",
-                    )
-                )
-                return
-            time.sleep(_POLL_SECONDS)
+    def end_orders() -> bool:
+        client.fail(
+            Unavailable(
+                f"the rollout engine has not finished {stop_watch.STOP_SECONDS:g} s after the job"
+                " was asked to stop",
+                hint="resume the job to sample the missing answers again",
+            )
+        )
+        return True
 
-    threading.Thread(target=watch, name="stop-watch", daemon=True).start()
+    stop_watch.watch_stop(is_stop_requested, lambda: client.is_closed, end_orders)

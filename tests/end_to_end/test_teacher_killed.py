@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from clients.runs.directory import RunDirectory, Status, replace_file
+from clients.runs.directory import Control, RunDirectory, Status, replace_file
 from protos.errors import ExitCode
+from student_trainer.teachers import stop_watch
 from tests.distill_server.conftest import eventually
 from tests.end_to_end.conftest import teacher_arguments
 from tests.end_to_end.forked_teacher import ForkedTeacher
@@ -88,6 +89,30 @@ def test_a_teacher_that_stays_away(
         status.phase == "saving"
     ):  # lost in a step or in the evaluation after it: no step is repeated
         assert newest_checkpoint_step(run) - metrics_of(run)[-1]["step"] in (0, 1)
+    resume_with_teacher(run, mortal_teacher, undisturbed)
+
+
+def test_a_stop_request_ends_the_wait_for_a_teacher(
+    material: Material,
+    mortal_teacher: MortalTeacher,
+    undisturbed: RunDirectory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The teacher is away, with a long patience: the steps before are saved, and none is lost."""
+    from tests.student_trainer.tiny import job
+
+    monkeypatch.setattr(stop_watch, "STOP_SECONDS", 1.0)
+    changes = {"checkpoint__every": 1000, "teacher__patience_seconds": 600}
+    run = new_run(tmp_path / "run", job(material, mortal_teacher.address, **changes))
+    with trainer(run) as process:
+        process.wait_for_step(6)
+        mortal_teacher.kill()
+        run.write_control(Control(stop="checkpoint"))
+        process.wait()
+    saved_steps = list(run.checkpoint_steps())
+    assert saved_steps in ([metrics_of(run)[-1]["step"]], [metrics_of(run)[-1]["step"] + 1])
+    run.write_control(Control())
     resume_with_teacher(run, mortal_teacher, undisturbed)
 
 
