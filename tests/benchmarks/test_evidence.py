@@ -211,6 +211,7 @@ def test_the_peak_of_children_is_noted_for_each_stage() -> None:
     assert peak.bytes == max(peak.stages.values())
 
 
+@pytest.mark.slow
 def test_the_page_is_that_of_the_results(tmp_path: Path) -> None:
     """Nobody edits a verdict by hand."""
     pytest.importorskip("matplotlib")

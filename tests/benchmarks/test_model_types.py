@@ -37,7 +37,12 @@ def test_a_type_that_works(name: str, head: str) -> None:
     [
         ("llama", "works", "works"),
         pytest.param("gpt2", "works", "works", marks=pytest.mark.slow),
-        ("deepseek_v4", "works, one sequence a line, prompts of one length", "works"),
+        pytest.param(
+            "deepseek_v4",
+            "works, one sequence a line, prompts of one length",
+            "works",
+            marks=pytest.mark.slow,
+        ),
         ("rwkv", "the self-test of the student failed: sampling two sequences", "works"),
         pytest.param(
             "xlstm",
@@ -57,7 +62,12 @@ def test_a_type_that_works(name: str, head: str) -> None:
         ("lfm3", "works, one sequence a line", "works"),
         ("falcon", "works", "works"),
         pytest.param("bamba", "works, one sequence a line", "works", marks=pytest.mark.slow),
-        ("blt", "the self-test of the student failed: sampling fails", "works"),
+        pytest.param(
+            "blt",
+            "the self-test of the student failed: sampling fails",
+            "works",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_student(name: str, sampling: str, adapters: str) -> None:

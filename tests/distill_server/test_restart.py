@@ -264,6 +264,7 @@ def test_second_server_is_refused(server: Server, tmp_path: Path) -> None:
     second_server.stdout.close()
 
 
+@pytest.mark.slow
 def test_storm_of_kills(make_server: Callable[..., Server], history: History) -> None:
     """Killed while jobs are submitted and end: no job is lost, doubled or run twice."""
     server = make_server(slots=2)

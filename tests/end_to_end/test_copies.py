@@ -82,6 +82,7 @@ def failpoint_in_second_copy(run: RunDirectory) -> str:
     return f"object-sent:kill:{sum(path.is_file() for path in newest.rglob('*')) + 6}"
 
 
+@pytest.mark.slow
 def test_every_machine_is_lost(
     material: Material, undisturbed: RunDirectory, storage: S3Server, tmp_path: Path
 ) -> None:

@@ -193,6 +193,7 @@ def test_the_student_learns_what_the_teacher_likes(
     assert "are one token of it" in run.log_file(1).read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("horizon", ["word", pytest.param("answer", marks=pytest.mark.slow)])
 def test_two_processes_and_small_batches_change_nothing(
     models_directory: Path, teacher: str, tmp_path: Path, horizon: str
@@ -214,6 +215,7 @@ def test_two_processes_and_small_batches_change_nothing(
         assert values == pytest.approx([values[0]] * 3, rel=1e-4, abs=1e-6), name
 
 
+@pytest.mark.slow
 def test_logits_without_a_token_are_left_out(
     models_directory: Path, teacher: str, tmp_path: Path
 ) -> None:
@@ -252,6 +254,7 @@ def renamed_teacher(renamed_directory: Path, tmp_path: Path) -> Iterator[str]:
     process.close()
 
 
+@pytest.mark.slow
 def test_a_teacher_with_other_special_tokens(
     models_directory: Path, renamed_teacher: str, tmp_path: Path
 ) -> None:
@@ -507,6 +510,7 @@ def test_a_store_of_other_special_tokens(
     assert "<|end|> is <stop>" in run.log_file(1).read_text()
 
 
+@pytest.mark.slow
 def test_a_store_of_packed_text(models_directory: Path, tmp_path: Path) -> None:
     path = capture_answers(models_directory, "text", PROMPT, form="text")
     steps = dict.fromkeys(("max_steps", "eval__every", "checkpoint__every"), 20)

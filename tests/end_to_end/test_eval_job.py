@@ -61,6 +61,7 @@ def undisturbed(material: Material, once: Once) -> RunDirectory:
     return RunDirectory(once("eval", lambda path: finish(new_run(path, make_eval_job(material)))))
 
 
+@pytest.mark.slow
 def test_the_results_are_those_of_the_command(
     material: Material, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
@@ -101,6 +102,7 @@ def test_killed_and_cancelled_it_comes_to_the_same_bits(
     assert steps == sorted(set(steps))
 
 
+@pytest.mark.slow
 def test_an_anchor_is_evaluated_too(material: Material, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(material.student, model)

@@ -103,6 +103,7 @@ def test_on_policy(pair: Material, teacher_address: str, tmp_path: Path) -> None
     assert_close(metrics_of(finish(new_run(tmp_path / "two", config))), metrics_of(run))
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on(pair: Material, teacher_address: str, tmp_path: Path) -> None:
     """A vision-language run resumes from its checkpoint to the weights of an unkilled run."""
     from tests.student_trainer.tiny import job
@@ -181,6 +182,7 @@ def test_rl(pair: Material, teacher_address: str, tmp_path: Path) -> None:
     assert "kl/anchor" in line
 
 
+@pytest.mark.slow
 def test_a_store_and_its_offline_job(pair: Material, teacher_address: str, tmp_path: Path) -> None:
     """A capture stores references to images; the offline job reads them and detects changes."""
     import numpy as np

@@ -40,6 +40,8 @@ PACKAGES = {
 }
 # Nothing makes a student of these; only vLLM, or packages that need a GPU, read them as a teacher.
 UNREADABLE = ("GPTQ", "AWQ")
+# Two of three kinds that a process converts.
+CONVERTED = ("`pytorch_model.bin`", "FP8, 128 x 128")
 NAMES = pytest.mark.parametrize("name", DIRECTORIES)
 
 
@@ -147,7 +149,13 @@ def expected_logits(name: str, path: Path, plain: Path) -> torch.Tensor:
     return logits_of(exact if exact.exists() else plain, IDS)
 
 
-@NAMES
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in CONVERTED else name
+        for name in DIRECTORIES
+    ],
+)
 def test_student_and_teacher_compute_its_logits(
     name: str, make: Callable[[str], Path], plain: Path
 ) -> None:

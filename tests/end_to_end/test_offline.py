@@ -116,6 +116,7 @@ def test_killed_swapped_and_resumed(
     assert weights(run) == weights(undisturbed)
 
 
+@pytest.mark.slow
 def test_adapters_in_shares(material: Material, store: Path, tmp_path: Path) -> None:
     """Two processes (FSDP2, LoRA) equal one; 7 sequences, so that their shares differ."""
     changes = {
@@ -185,6 +186,7 @@ def test_mixed(material: Material, store: Path, teacher: str, tmp_path: Path) ->
         assert line["loss"] > line["kl/teacher"], "cross-entropy of what was stored"
 
 
+@pytest.mark.slow
 def test_mixed_with_answers_of_an_engine(
     material: Material, store: Path, teacher: str, tmp_path: Path
 ) -> None:

@@ -172,7 +172,14 @@ def assert_same_run(actual: RunDirectory, expected: RunDirectory) -> None:
     assert squared_difference**0.5 <= 1e-6 * squared_norm**0.5
 
 
-@pytest.mark.parametrize("widths", [(NARROW, WIDE), (WIDE, NARROW)], ids=["wide teacher", "wide"])
+EACH_WIDTH = pytest.mark.parametrize(
+    "widths",
+    [pytest.param((NARROW, WIDE), marks=pytest.mark.slow), (WIDE, NARROW)],
+    ids=["wide teacher", "wide"],
+)
+
+
+@EACH_WIDTH
 @pytest.mark.parametrize(
     "kind",
     [
@@ -228,7 +235,7 @@ def capture_rows(width_pairs: Pairs, student: int, teacher: int, root: Path) -> 
     return store
 
 
-@pytest.mark.parametrize("widths", [(NARROW, WIDE), (WIDE, NARROW)], ids=["wide teacher", "wide"])
+@EACH_WIDTH
 def test_a_store_and_its_offline_job(
     widths: tuple[int, int], width_pairs: Pairs, tmp_path: Path
 ) -> None:

@@ -165,6 +165,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_lost_network_ends_the_attempt(
     material: Material, pair: RunDirectory, tmp_path: Path
 ) -> None:

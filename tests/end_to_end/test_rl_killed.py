@@ -29,6 +29,7 @@ IN_STEPS = {"gradients-ready": 4, "anchor-moved": 4, "step-done": 2, "checkpoint
 IN_SAVES = {"metrics-written": 2, "checkpoint-filled": 1, "checkpoint-renamed": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300 + 60 * REPEATS)
 @pytest.mark.parametrize(("sharding", "advantages"), CASES[: REPEATS // 2])
 def test_killed_as_often_as_one_likes(

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -77,6 +78,7 @@ def test_without_rewards_it_is_on_policy_distillation(
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
+@pytest.mark.slow
 def test_teacher_and_anchor_at_once(material: tiny.Material, teacher: str, tmp_path: Path) -> None:
     """With forward KL, the anchor is evaluated at the ids that the teacher chose."""
     for divergence in ("reverse_kl", "forward_kl"):

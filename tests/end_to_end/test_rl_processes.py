@@ -71,6 +71,7 @@ def test_the_same_curve_as_one_process(
             assert value.any(), f"{name} was never learned"
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_in_two_processes(material: Material, tmp_path: Path) -> None:
     """Both processes make the same number of rounds and end with their share of groups."""
     from tests.student_trainer.tiny import rl_job

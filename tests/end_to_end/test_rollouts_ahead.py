@@ -80,6 +80,7 @@ def test_without_lag_an_engine_changes_no_bit(
     assert weights(engine_run) == weights(local_run)
 
 
+@pytest.mark.slow
 def test_an_engine_that_sleeps_while_the_trainer_learns(
     material: Material, teacher: str, tmp_path: Path
 ) -> None:
@@ -258,6 +259,7 @@ def test_two_processes_and_reinforcement(material: Material, tmp_path: Path) -> 
     assert [line["rollout/lag"] for line in metrics_of(run)[1:]] == [0, 1, 1, 1, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_keeps_its_rollouts(
     material: Material, service_address: str, lagging_run: RunDirectory, tmp_path: Path
 ) -> None:
@@ -279,6 +281,7 @@ def test_a_step_that_fails_keeps_its_rollouts(
     assert_same(run, lagging_run)
 
 
+@pytest.mark.slow
 def test_a_slow_teacher_bounds_what_is_sampled(
     material: Material, lagging_run: RunDirectory, tmp_path: Path
 ) -> None:

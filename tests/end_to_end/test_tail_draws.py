@@ -92,6 +92,7 @@ def test_a_kl_that_is_only_measured_is_measured_by_draws(
     assert metrics_of(run)[1]["topk/teacher_gradient_sd"] > 0
 
 
+@pytest.mark.slow
 def test_two_processes_draw_what_one_draws(
     material: Material, teacher: str, tmp_path: Path
 ) -> None:

@@ -71,6 +71,7 @@ def test_the_job_outlives_its_teacher(
     print(f"the longest waits for the teacher: {sorted(wait_seconds)[-2:]} s")
 
 
+@pytest.mark.slow
 def test_a_teacher_that_stays_away(
     material: Material, mortal_teacher: MortalTeacher, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:

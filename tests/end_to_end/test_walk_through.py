@@ -302,7 +302,9 @@ def find_free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["teacher", "server"])
+@pytest.mark.parametrize(
+    "number", [pytest.param(0, marks=pytest.mark.slow), 1], ids=["teacher", "server"]
+)
 def test_the_servers_start_as_shown(number: int, material: Material, tmp_path: Path) -> None:
     """Start each server on a free port; the third documented line sets PATH."""
     *starts, source = SERVERS.commands

@@ -6,6 +6,8 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 from clients.runs.directory import RunDirectory
 from tests.end_to_end.conftest import material, once, teacher, undisturbed
 from tests.end_to_end.forked_trainer import finish, trainer
@@ -25,6 +27,7 @@ SPECS = [
 ]
 
 
+@pytest.mark.slow
 def test_deaths_within_a_step(
     material: Material, teacher: str, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:

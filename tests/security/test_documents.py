@@ -121,6 +121,7 @@ def test_the_readme_beyond_this_machine(
             teacher.kill()
 
 
+@pytest.mark.slow
 def test_the_server_of_the_ray_page(certificates: Certificates, tmp_path: Path) -> None:
     """Run the commands for tokens and server, with other paths and ports, without a cluster."""
     for name in ("server.pem", "server.key", "ca.pem"):

@@ -96,6 +96,7 @@ def test_tokens_of_a_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             client.info()
 
 
+@pytest.mark.slow
 def test_a_renewed_certificate(
     tmp_path: Path, tokens: Secrets, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ def test_advantages_are_those_of_the_recursion(material: tiny.Material, tmp_path
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_a_resume_goes_on_with_the_same_critic(material: tiny.Material, tmp_path: Path) -> None:
     config = tiny.rl_job(
         material,
@@ -118,10 +119,10 @@ def test_the_state_is_loaded_where_the_fused_kernel_reads_it(student: Any) -> No
 @pytest.mark.parametrize(
     ("advantages", "place"),
     [
-        ("group", "in the student's step"),
-        ("gae", "before the critic"),
+        pytest.param("group", "in the student's step", marks=pytest.mark.slow),
+        pytest.param("gae", "before the critic", marks=pytest.mark.slow),
         ("gae", "after the critic"),
-        ("gae", "in the student's step"),
+        pytest.param("gae", "in the student's step", marks=pytest.mark.slow),
     ],
 )
 def test_a_fault_after_the_critic_has_learned_leaves_no_checkpoint(

@@ -96,8 +96,11 @@ def test_a_minimum_is_not_lowered(
     "program",
     [
         "from clients.cli.app import main; main(['doctor'])",
-        "from clients.cli.app import main\n"
-        "main(['-q', 'eval', './m', '--reward', 'f1', '--data', 'd.jsonl'])",
+        pytest.param(
+            "from clients.cli.app import main\n"
+            "main(['-q', 'eval', './m', '--reward', 'f1', '--data', 'd.jsonl'])",
+            marks=pytest.mark.slow,
+        ),
         "from pathlib import Path\n"
         "from clients.cli.demos.services import Services\n"
         "with Services(Path()) as services:\n"

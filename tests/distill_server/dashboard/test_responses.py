@@ -115,6 +115,7 @@ def test_the_list_of_jobs_is_told_as_it_changes(site: Site) -> None:
     messages.close()
 
 
+@pytest.mark.slow
 def test_ten_thousand_jobs_are_paged(tmp_path: Path, make_site: Callable[..., Site]) -> None:
     runs = tmp_path / "runs"
     runs.mkdir()

@@ -112,6 +112,7 @@ def test_a_lost_database(
     assert (export / "nested" / "model.bin").read_bytes() == model
 
 
+@pytest.mark.slow
 def test_into_another_server_and_killed(
     lost_database: tuple[Server, dict[str, Job], dict[str, object]], tmp_path: Path
 ) -> None:
@@ -250,6 +251,7 @@ def test_faulty_directories_do_not_end_an_import(tmp_path: Path) -> None:
     assert sorted(path.name for path in runs.iterdir() if path.is_dir()) == ["a", "z"]
 
 
+@pytest.mark.slow
 def test_a_repaired_directory_is_read_again(tmp_path: Path) -> None:
     """A repaired or continued run is copied anew; directories of other origin stay."""
     source, runs = tmp_path / "source", tmp_path / "runs"

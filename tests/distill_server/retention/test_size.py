@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from benchmarks.server.retention import measure
 
 
+@pytest.mark.slow
 def test_the_database_stays_as_large_as_its_jobs(tmp_path: Path) -> None:
     sizes_before, sizes_after = asyncio.run(measure(tmp_path, jobs=40, steps=10_000))
     assert 40 <= sizes_before.jobs <= 52 >= sizes_after.jobs >= 40, (sizes_before, sizes_after)

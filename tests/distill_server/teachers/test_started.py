@@ -156,6 +156,7 @@ def test_a_killed_teacher_comes_back_where_it_was(make_server: MakeServer, victi
         client.cancel(job.id, now=True)
 
 
+@pytest.mark.slow
 def test_the_next_server_finds_it(make_server: MakeServer) -> None:
     server = make_server(linger=0.5)
     with DistillClient(server.address) as client:
@@ -181,6 +182,7 @@ def test_the_next_server_finds_it(make_server: MakeServer) -> None:
         eventually(lambda: not client.teachers())
 
 
+@pytest.mark.slow
 def test_without_a_server_it_ends_after_the_last_trainer(make_server: MakeServer) -> None:
     """Before, it ran for ever, with its GPU. `runners/test_lease.py` has the trainers."""
     server = make_server(lease=1.0)
@@ -194,6 +196,7 @@ def test_without_a_server_it_ends_after_the_last_trainer(make_server: MakeServer
         assert job.wait(60).state is JobState.SUCCEEDED
 
 
+@pytest.mark.slow
 def test_a_server_killed_while_it_loads(make_server: MakeServer) -> None:
     server = make_server()
     with DistillClient(server.address) as client:

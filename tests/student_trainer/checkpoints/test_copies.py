@@ -139,7 +139,11 @@ def test_the_newest_and_the_best_are_there(server: S3Server, prefix: str, tmp_pa
 
 @pytest.mark.parametrize(
     "damage",
-    ["no manifest", "other bytes", pytest.param("a file is missing", marks=pytest.mark.slow)],
+    [
+        pytest.param("no manifest", marks=pytest.mark.slow),
+        "other bytes",
+        pytest.param("a file is missing", marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_not_whole_is_not_used(
     server: S3Server, prefix: str, damage: str, tmp_path: Path
@@ -207,6 +211,7 @@ def test_a_manifest_with_wrong_names_is_not_read(tmp_path: Path, files: Any) -> 
     assert not is_intact(tmp_path)
 
 
+@pytest.mark.slow
 def test_from_an_earlier_step(server: S3Server, prefix: str, tmp_path: Path) -> None:
     first = Machine(tmp_path / "first", job(prefix))
     first.copies.fetch(None)
@@ -220,6 +225,7 @@ def test_from_an_earlier_step(server: S3Server, prefix: str, tmp_path: Path) -> 
     second.copies.close()
 
 
+@pytest.mark.slow
 def test_a_rewound_run_replaces_its_copies(server: S3Server, prefix: str, tmp_path: Path) -> None:
     """The run directory still has the later checkpoints when the storage is read."""
     machine = Machine(tmp_path / "run", job(prefix))
@@ -252,7 +258,7 @@ def damage(path: Path, kind: str) -> None:
     "kind",
     [
         "the manifest is cut",
-        "other bytes",
+        pytest.param("other bytes", marks=pytest.mark.slow),
         pytest.param("a file is missing", marks=pytest.mark.slow),
     ],
 )
@@ -468,6 +474,7 @@ def test_refused_with_the_key(server: S3Server, prefix: str, tmp_path: Path) -> 
             job(prefix, checkpoint={"copy_to": place})
 
 
+@pytest.mark.slow
 def test_a_storage_that_is_away(
     server: S3Server, prefix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

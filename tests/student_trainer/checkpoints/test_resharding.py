@@ -51,11 +51,11 @@ def read_content(file: Path) -> object:
 
 
 SLOW_CHAINS = [
-    pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp2-lora", "tensor-parallel")
+    pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "fsdp2-lora", "tensor-parallel")
 ]
 
 
-@pytest.mark.parametrize("chain", ["fsdp2", "ddp", *SLOW_CHAINS])
+@pytest.mark.parametrize("chain", ["fsdp2", *SLOW_CHAINS])
 def test_other_numbers_of_processes(base: Path, tmp_path: Path, chain: str) -> None:
     """Each element of the chain reads the last checkpoint, makes an update, and writes the next."""
     adapted, sharding, worlds = CHAINS[chain]
@@ -115,7 +115,7 @@ def test_processes_verify_shares_and_agree(base: Path, tmp_path: Path) -> None:
     assert Counter(reports[0]["read"] + reports[1]["read"]) == parts
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_checkpoint_of_an_earlier_version_is_continued(
     base: Path, tmp_path: Path, world: int
 ) -> None:

@@ -85,7 +85,10 @@ def expected_losses(
 
 
 @pytest.mark.parametrize("match", ["row", "chunk", "word"])
-@pytest.mark.parametrize("tokens", [1, 12, 100_000])
+@pytest.mark.parametrize(
+    "tokens",
+    [pytest.param(1, marks=pytest.mark.slow), 12, pytest.param(100_000, marks=pytest.mark.slow)],
+)
 def test_the_gradient_is_that_of_the_formula(
     pair: tiny.Material, store: Path, teacher: Any, tmp_path: Path, tokens: int, match: str
 ) -> None:
@@ -117,6 +120,7 @@ def _decode_prompt(text: Text) -> str:
     return str(tiny.tokenizer().decode(ids[:start]))
 
 
+@pytest.mark.slow
 def test_it_learns_and_the_names_of_metrics(
     pair: tiny.Material, store: Path, tmp_path: Path
 ) -> None:

@@ -89,7 +89,7 @@ def expected_losses(
 
 
 @pytest.mark.parametrize("match", ["row", "chunk"])
-@pytest.mark.parametrize("tokens", [1, 100_000])
+@pytest.mark.parametrize("tokens", [1, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_the_gradient_is_that_of_the_formula(
     pair: tiny.Material, store: Path, teacher: Any, tmp_path: Path, tokens: int, match: str
 ) -> None:

@@ -52,6 +52,7 @@ def test_the_readme_s_commands(
     assert capfd.readouterr().out.splitlines()[1].startswith("Qwen3-0.6B ")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_python")
 def test_two_models_side_by_side(material: Material, tmp_path: Path, capfd: Capture) -> None:
     """A run directory stands for its exported model and its anchor."""

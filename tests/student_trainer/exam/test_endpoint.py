@@ -202,6 +202,7 @@ def test_the_key_is_the_environment_s(
     assert not any(b"sk-secret" in data for data in file_contents)
 
 
+@pytest.mark.slow
 def test_killed_and_gone_on_with(material: Material, tmp_path: Path) -> None:
     """After kill -9 of the command, answers are on disk and are not requested again."""
     for number in range(REPEATS):

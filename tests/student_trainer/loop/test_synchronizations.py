@@ -63,7 +63,11 @@ def trainer_of(
         ("offline", {"method__cross_entropy": 0.4}),
         ("sft", {}),
         ("rl", {}),
-        ("rl", {"method__ratio": "sequence", "method__importance_clip": [0.1, 3.0]}),
+        pytest.param(
+            "rl",
+            {"method__ratio": "sequence", "method__importance_clip": [0.1, 3.0]},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_an_update_waits_once(

@@ -102,10 +102,10 @@ def test_on_policy(material: tiny.Material, tmp_path: Path, draws: int) -> None:
             {"method__ratio": "sequence", "method__aggregate": "seq-mean-token-mean"},
             marks=pytest.mark.slow,
         ),
-        {"method__advantages": "gae"},
+        pytest.param({"method__advantages": "gae"}, marks=pytest.mark.slow),
         pytest.param({"method__kl_in": "reward"}, marks=pytest.mark.slow),
         pytest.param({"method__top_k": 0, "method__estimator": "k3"}, marks=pytest.mark.slow),
-        {"anchor__context": "{answer}="},
+        pytest.param({"anchor__context": "{answer}="}, marks=pytest.mark.slow),
     ],
     ids=["grpo", "gspo", "critic", "kl as reward", "k3", "privileged anchor"],
 )

@@ -49,7 +49,7 @@ def clipped_share(trainer: Trainer, items: Sequence[PendingRLSequence]) -> float
     return share
 
 
-@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("updates", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_identical_weights_in_bfloat16_clip_nothing(
     updates: int, material: tiny.Material, tmp_path: Path
 ) -> None:

@@ -69,6 +69,7 @@ def test_exact_match_is_of_the_final_answers(answer: str, reference: str, right:
     assert make_scorer(RewardConfig(type="exact_match")).score(sample) == right
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not GSM8K.is_file(), reason="needs GSM8K beside the checkout (../shared)")
 @pytest.mark.parametrize("kind", ["math", "exact_match"])
 def test_the_solutions_of_gsm8k(kind: str) -> None:

@@ -91,7 +91,7 @@ def version(student: Any, tmp_path: Path) -> WeightsVersion:
 
 
 @pytest.mark.parametrize("batch_tokens", BATCHES)
-@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("greedy", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_bits_of_the_trainers_process(
     student: Any,
     start_service: StartService,

@@ -127,6 +127,7 @@ def test_every_place_to_die(
     assert server.digests(prefix) == digests(captured_store)
 
 
+@pytest.mark.slow
 def test_killed_again_and_again(
     data: Path, words: Path, server: S3Server, prefix: str, url: str, tmp_path: Path
 ) -> None:
@@ -204,6 +205,7 @@ def test_a_summary_reads_the_manifest_alone(captured_store: Path, stored: str) -
     assert count_sequences(stored) == count_sequences(captured_store)
 
 
+@pytest.mark.slow
 def test_parts_are_merged(
     data: Path, words: Path, captured_store: Path, url: str, tmp_path: Path
 ) -> None:
@@ -264,6 +266,7 @@ def test_a_manifest_that_is_replaced_while_it_is_read(
         folder.manifest()
 
 
+@pytest.mark.slow
 def test_two_captures_into_one_place(
     data: Path, words: Path, server: S3Server, prefix: str, url: str, tmp_path: Path
 ) -> None:

@@ -265,7 +265,12 @@ def test_reading_can_be_stopped(tokenizer: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", [pytest.param("completion", marks=pytest.mark.slow), "messages", "text"]
+    "form",
+    [
+        pytest.param("completion", marks=pytest.mark.slow),
+        "messages",
+        pytest.param("text", marks=pytest.mark.slow),
+    ],
 )
 def test_processes_give_the_same_sequences(chat: Any, tmp_path: Path, form: str) -> None:
     """In the same order, with the same records left out."""
@@ -307,6 +312,7 @@ def test_a_bad_record_in_a_process_is_named(tokenizer: Any, tmp_path: Path) -> N
     assert caught.value.hint
 
 
+@pytest.mark.slow
 def test_the_key_of_a_plan_is_the_same_in_another_process(words: Path, tokenizer: Any) -> None:
     """Or each attempt would read all data again."""
     settings = {"method": {"type": "capture"}, "data": {"path": "d"}, "teacher": {"address": "t:1"}}
