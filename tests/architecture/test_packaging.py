@@ -88,8 +88,8 @@ def test_the_project_has_what_every_project_has() -> None:
 
 
 def test_the_wheel_ships_what_is_not_python(wheel: set[str]) -> None:
-    shipped = {"clients/cli/demos/demo_job.toml", "clients/cli/plots/report.css"}
-    shipped.add("clients/cli/plots/preview.css")
+    shipped = {"clients/cli/demos/demo_job.toml", "clients/html/report.css"}
+    shipped |= {f"clients/html/{name}.css" for name in ("preview", "notebook")}
     shipped |= {f"{package}/py.typed" for package in PACKAGES}
     models = [path for path in ROOT.glob("clients/cli/demos/models/*/*") if path.is_file()]
     assert models

@@ -16,7 +16,7 @@ from clients.cli.settings import ClientSettings, complete_job, settings_of
 from protos.errors import InvalidInput, NotFound
 
 if TYPE_CHECKING:
-    from clients.cli.plots.panels import Panel
+    from clients.jobs.plots.panels import Panel
     from clients.jobs.record import JobRecord
 
 JobOrRunArgument = Annotated[
@@ -52,14 +52,14 @@ def plot(
     ] = None,
 ) -> None:
     """Plot loss, KL, reward and throughput by step, for one or several jobs."""
-    from clients.cli.plots.panels import panels_of
+    from clients.jobs.plots.panels import panels_of
 
     settings = settings_of(context)
     output = settings.output
     records = records_of(settings, jobs)
     panels = panels_of(records, metrics or [])
     if picture is not None:
-        from clients.cli.plots.png import save_picture
+        from clients.jobs.plots.png import save_picture
 
         save_picture(picture, panels, [record.job.id for record in records if record.points])
         output.result({"path": str(picture)}, str(picture))
@@ -100,7 +100,7 @@ def _fetch_record(settings: ClientSettings, name: str, with_notes: bool) -> JobR
 
 
 def _render_text(panels: Sequence[Panel], output: Output) -> str:
-    from clients.cli.plots.text import panel_text
+    from clients.jobs.plots.text import panel_text
 
     color = output.color and sys.stdout.isatty()
     dots = "utf" in (sys.stdout.encoding or "").lower()
@@ -132,7 +132,7 @@ def report(
 
     The report contains the result, curves, timings, samples, configuration and environment.
     """
-    from clients.cli.plots.report_page import report_page
+    from clients.jobs.plots.report_page import report_page
 
     settings = settings_of(context)
     if page is not None and page.suffix.lower() not in (".html", ".htm"):

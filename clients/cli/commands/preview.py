@@ -53,9 +53,9 @@ def preview(
     The command counts the skipped records in a sample of 1,000 records of each data set. No teacher
     and no GPU is needed.
     """
-    from clients.cli.plots.preview_page import preview_page
     from clients.config.file import load_job
     from clients.data.preview import parse_preview
+    from clients.data.preview_html import preview_page
     from clients.preflight.files import check_files, check_template
     from clients.preflight.models import check_models
 

@@ -5,7 +5,7 @@ The string under each field is its description in docs/reference.md and `distill
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -96,6 +96,15 @@ class Table(BaseModel):
         allow_inf_nan=False,
     )
 
+    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
+        """Yield the keys that are set to another value than their default."""
+        fitted = self.fitted if isinstance(self, FittedTable) else frozenset[str]()
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            default = field.get_default(call_default_factory=True)
+            if name in self.model_fields_set and (name in fitted or value != default):
+                yield name, value
+
 
 class FittedTable(Table):
     """A table with limits or columns that are computed if the job does not set them.
@@ -114,6 +123,15 @@ class FittedTable(Table):
         values: dict[str, Any] = serialize(self)
         unset = self.fitted - self.model_fields_set if info.mode_is_json() else frozenset[str]()
         return {key: value for key, value in values.items() if key not in unset}
+
+
+def set_keys(table: Table, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) for each key that is set to another value than its default."""
+    for name, value in table.__repr_args__():
+        if isinstance(value, Table):
+            yield from set_keys(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 _MAX_LORA_RANK = 512  # maximum of vLLM

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from clients.cli.app import main
-from clients.cli.plots.panels import Curve, Panel, choose_ticks, panels_of, smooth_curve
-from clients.cli.plots.report_page import panel_svg, report_page
-from clients.cli.plots.stages import bars_of, stages_of
-from clients.cli.plots.text import HEIGHT, panel_text
 from clients.config.on_policy import OnPolicyJob
 from clients.jobs.job import JobEvent, JobState
+from clients.jobs.plots.panels import Curve, Panel, choose_ticks, panels_of, smooth_curve
+from clients.jobs.plots.report_page import report_page
+from clients.jobs.plots.stages import bars_of, stages_of
+from clients.jobs.plots.svg import panel_svg
+from clients.jobs.plots.text import HEIGHT, panel_text
 from clients.jobs.record import JobRecord, notes_in, points_of, record_of_run
 from clients.runs.directory import RunDirectory, Status
 from clients.runs.metrics_file import Point

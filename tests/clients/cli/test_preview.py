@@ -11,9 +11,9 @@ import pytest
 
 from clients.cli.app import main
 from clients.cli.commands import preview as preview_command
-from clients.cli.plots.report_page import report_page
 from clients.cli.program import run_program
 from clients.data.preview import parse_preview
+from clients.jobs.plots.report_page import report_page
 from clients.jobs.record import record_of_run
 from clients.runs.directory import RunDirectory
 from protos.errors import ExitCode

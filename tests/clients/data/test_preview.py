@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clients.cli.plots.preview_page import preview_page
 from clients.data.preview import (
     ModelInput,
     Preview,
@@ -17,6 +16,7 @@ from clients.data.preview import (
     parse_preview,
     visible,
 )
+from clients.data.preview_html import preview_page
 from clients.data.prompt_format import PromptFormat, date_warning
 from clients.data.tokens.answers import answered_ids, assistant_ids
 from protos.errors import InvalidInput

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clients.cli.plots.panels import smooth_curve
+from clients.jobs.plots.panels import smooth_curve
 from protos.rpc.ports import free_ports
 from tests.distill_server.dashboard.browser import IN_BROWSER, Browser, eventually
 from tests.distill_server.dashboard.proxy import PREFIX, proxy

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.cli.plots.stages import STAGES, WITHOUT_ANSWERS
+from clients.jobs.plots.stages import STAGES, WITHOUT_ANSWERS
 from distill_server.dashboard.gate import STATIC
 
 FILES = sorted(STATIC.iterdir())
@@ -52,7 +52,7 @@ def test_the_stages_of_a_step_are_those_of_the_report() -> None:
     stage_labels = re.findall(r'{label: "(.+)", metric: (?:"(.+)"|null), colour: (\d)}', text)
     assert [(stage.label, stage.metric, str(stage.color)) for stage in STAGES] == stage_labels
     assert f'const WITHOUT_ANSWERS = "{WITHOUT_ANSWERS}";' in text
-    report = files("clients.cli.plots").joinpath("report.css").read_text()
+    report = files("clients.html").joinpath("report.css").read_text()
     page = (STATIC / "style.css").read_text()
     for stage in STAGES:
         colours = re.findall(rf"--c{stage.color}: (#\w+)", report)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from clients.cli.plots.panels import Panel, choose_ticks, smooth_curve
+from clients.jobs.plots.panels import Panel, choose_ticks, smooth_curve
 from protos.errors import InvalidInput
 from protos.extras import install_command
 

@@ -1,12 +1,12 @@
-"""The preview of a job as HTML without scripts: a page, and a section for the report."""
+"""The preview of a job as HTML without scripts: a page, and a section for reports and notebooks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
-from importlib.resources import files
 
 from clients.data.preview import Preview, RecordPreview, TokenView
+from clients.html.page import html_page, table_html
 
 _LEGEND = (
     ("context", "read, not learned"),
@@ -14,21 +14,6 @@ _LEGEND = (
     ("end", "learned, and ends an answer"),
     ("sampled", "written by the student"),
 )
-
-
-def html_page(title: str, body: Iterator[str] | list[str]) -> str:
-    """Return an HTML page with the style of reports."""
-    style = "".join(
-        files("clients.cli.plots").joinpath(name).read_text()
-        for name in ("report.css", "preview.css")
-    )
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
-        + "\n".join(part for part in body if part)
-        + "\n</body>\n</html>\n"
-    )
 
 
 def preview_page(name: str, preview: Preview) -> str:
@@ -41,10 +26,7 @@ def render_preview(preview: Preview) -> Iterator[str]:
     """Yield the parts of the HTML section about the training data."""
     for warning in preview.warnings:
         yield f'<p class="warning">{escape(warning)}</p>'
-    facts = "".join(
-        f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in preview.facts
-    )
-    yield f'<div class="card"><table>{facts}</table></div>'
+    yield f'<div class="card">{table_html(preview.facts)}</div>'
     keys = (f'<span class="token {kind}">{label}</span>' for kind, label in _LEGEND)
     yield f'<p class="tokens legend">{" ".join(keys)}</p>'
     yield from map(_render_record, preview.records)

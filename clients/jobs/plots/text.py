@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from clients.cli.plots.panels import Panel, smooth_curve
+from clients.jobs.plots.panels import Panel, smooth_curve
 
 HEIGHT = 13  # lines of a plot; odd, so that one is in the middle
 _LABEL = 9

@@ -1,0 +1,1 @@
+"""The style of HTML pages and of the output of notebooks."""
