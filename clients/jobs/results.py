@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from clients.jobs.job import Job
-from clients.runs.best_step import JUDGES, sign_of
+from clients.runs.best_step import JUDGES, sign_of, unproven_gain
 from clients.runs.metrics_file import Point
 from protos.errors import InvalidInput
 
@@ -48,6 +48,28 @@ def result_of(job: Job, points: Iterable[Point], metric: str) -> Result:
             default=None,
         )
     return Result(job, measurements[-1] if measurements else None, best)
+
+
+def verdict_of(job: Job, points: Sequence[Point]) -> str:
+    """Return in one or two sentences what the evaluations of a job show; "" without an evaluation.
+
+    `points` are those of evaluations, or of all steps, in ascending order of steps.
+    """
+    metric = judging_metric([points])
+    result = result_of(job, points, metric)
+    if result.last is None or result.best is None:
+        return ""
+    last, best = result.last, result.best
+    first = next(point for point in points if metric in point.metrics)
+    steps = [f"{first.metrics[metric]:.4g} at step {first.step}"] if first.step != last.step else []
+    steps.append(f"{last.value:.4g} at step {last.step}")
+    verdict = f"{metric}: {', '.join(steps)}"
+    if best.step not in (first.step, last.step):
+        verdict += f"; best {best.value:.4g} at step {best.step}"
+    elif steps[1:]:
+        verdict += f"; step {best.step} is the best"
+    doubt = unproven_gain(points, best.step)
+    return f"{verdict}. {doubt[0].upper()}{doubt[1:]}." if doubt else f"{verdict}."
 
 
 def require_metric(metric: str, metrics: Sequence[str]) -> None:

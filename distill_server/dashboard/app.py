@@ -31,6 +31,7 @@ from distill_server.dashboard.gate import STATIC, DashboardGate
 from distill_server.dashboard.job_details import (
     attempts_of,
     checkpoints_of,
+    details_of,
     preview_in,
     sample_steps,
     samples_of,
@@ -172,12 +173,16 @@ class Pages:
         return {**job_record(job), **places.describe(job), "seconds_left": progress.seconds_left}
 
     async def job(self, request: Request) -> Response:
-        """GET /api/jobs/JOB: one job with its configuration and its place in the queue."""
+        """GET /api/jobs/JOB: one job with its configuration and its place in the queue.
+
+        The record also has `summary`, `verdict` and `pipeline` (job_details.py).
+        """
         job = self.store.resolve(request.path_params["job"])
         place: Mapping[str, Any] = {}
         if job.state is JobState.QUEUED:
             place = await self.turns.run_query(lambda: self._read_places().describe(job))
-        return JSONResponse({**job_record(job, with_config=True), **place})
+        details = await self.turns.run_query(lambda: details_of(self.store, job))
+        return JSONResponse({**job_record(job, with_config=True), **place, **details})
 
     async def attempts(self, request: Request) -> Response:
         """GET /api/jobs/JOB/attempts: when the newest 50 attempts ran, and how each ended."""

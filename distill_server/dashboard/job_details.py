@@ -1,4 +1,4 @@
-"""The attempts, checkpoints, transcripts and the preview of a job."""
+"""The summary, pipeline, attempts, checkpoints, transcripts and the preview of a job."""
 
 from __future__ import annotations
 
@@ -12,19 +12,60 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from clients.config.kinds import parse_job
+from clients.config.summary import summary_of
 from clients.data.preview import MAX_BYTES, Preview, parse_preview
 from clients.jobs.job import TERMINAL, Job, JobEvent, JobState
+from clients.jobs.record import points_of
+from clients.jobs.results import verdict_of
 from clients.runs.directory import RunDirectory
 from distill_server.jobs.store import JobStore
 from protos.errors import NotFound
 
 _MAX_ATTEMPTS = 50
+_MAX_PIPELINE = 100
 
 # Limits for one answer. A checkpoint has a few files for each rank.
 _MAX_CHECKPOINTS, _MAX_FILES = 100, 10_000
 # Limits for one file. `distill pull` downloads the whole file.
 _MAX_BYTES, _MAX_SAMPLES = 512 << 10, 50
 _NAME = re.compile(r"step-(\d+)\.jsonl")
+
+
+def details_of(store: JobStore, job: Job) -> dict[str, Any]:
+    """Return what a job is and how its evaluations end, as a JSON record.
+
+    `summary` has the fields of `JobSummary`; it is null if this version cannot read the job.
+    `verdict` is a text. `pipeline` has the jobs that are connected with the job by dependencies, at
+    most 100 in order of submission, each with its `id`, `name`, `kind`, `state` and the ids
+    `before` it; empty if there is no other job.
+    """
+    pipeline = store.dependencies.pipeline_of(job.id, _MAX_PIPELINE)
+    members = [store.job(member_id) for member_id in pipeline] if len(pipeline) > 1 else []
+    return {
+        "summary": summary_record(job),
+        "verdict": verdict_of(job, points_of(store.evaluations(job.id))),
+        "pipeline": [
+            {
+                "id": member.id,
+                "name": member.name,
+                "kind": member.kind,
+                "state": member.state,
+                "before": pipeline[member.id],
+            }
+            for member in members
+        ],
+    }
+
+
+def summary_record(job: Job) -> dict[str, Any] | None:
+    """Return the summary of a job as a JSON record, or None if this version cannot read the job."""
+    try:
+        return asdict(summary_of(parse_job(job.config_json)))
+    except ValidationError:
+        return None
 
 
 def attempts_of(store: JobStore, job: Job) -> list[dict[str, Any]]:

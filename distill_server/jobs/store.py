@@ -301,6 +301,15 @@ class JobStore:
         )
         return [JobEvent(**parse_row(row)) for row in rows]
 
+    def evaluations(self, job_id: str) -> Sequence[JobEvent]:
+        """Return the events of a job that have metrics of an evaluation, in order of `seq`."""
+        rows = self._db.execute(
+            f"SELECT {_EVENT_FIELDS} FROM events"
+            " WHERE job_id = ? AND instr(metrics, '\"eval/') ORDER BY seq",
+            (job_id,),
+        )
+        return [JobEvent(**parse_row(row)) for row in rows]
+
     def change(self, job_id: str, *changes: Change) -> Job:
         """Apply the changes in order in one transaction, each with its event.
 

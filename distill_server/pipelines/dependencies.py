@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from clients.jobs.job import JobState
@@ -64,6 +64,26 @@ class Dependencies:
             (job_id, JobState.SUCCEEDED),
         )
         return row.fetchone() is not None
+
+    def pipeline_of(self, job_id: str, limit: int) -> Mapping[str, Sequence[str]]:
+        """Return the jobs that are connected with a job by dependencies, in order of submission.
+
+        The result has the ids of the dependencies of each job by its id; at most `limit` jobs. A
+        job without dependencies and dependents is a pipeline of one job.
+        """
+        rows = self._db.execute(
+            "WITH RECURSIVE part (id) AS (SELECT :job UNION"
+            " SELECT iif(job_id = part.id, before_id, job_id) FROM part JOIN dependencies"
+            " ON job_id = part.id OR before_id = part.id)"
+            " SELECT listed.id, before_id FROM (SELECT id, number FROM part JOIN jobs USING (id)"
+            " ORDER BY number LIMIT :limit) AS listed"
+            " LEFT JOIN dependencies ON job_id = listed.id ORDER BY number",
+            {"job": job_id, "limit": limit},
+        )
+        pipeline: dict[str, list[str]] = {}
+        for part_id, before_id in rows:
+            pipeline.setdefault(part_id, []).extend(filter(None, [before_id]))
+        return pipeline
 
     def find_stale_jobs(self) -> Sequence[StaleJob]:
         """Return the QUEUED jobs whose phase or state must change."""

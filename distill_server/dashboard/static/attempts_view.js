@@ -15,6 +15,13 @@ export class AttemptsView {
     this.element = el("section", {class: "card"}, el("h2", {}, "Attempts"), this.list);
   }
 
+  /** Shows the newest step of a job; the page already shows the reason of its end. */
+  follow({step, reason}) {
+    if (this.step === step && this.reason === reason) return;
+    Object.assign(this, {step, reason});
+    this.show();
+  }
+
   /** Reads the attempts again. */
   async refresh() {
     const {attempts} = await get(`${this.path}/attempts`).catch(() => ({attempts: null}));
@@ -30,7 +37,12 @@ export class AttemptsView {
     const high = Math.max(low + 1, ...this.attempts.map(({ended_at: ended}) => ended || now));
     const place = (time) => (LENGTH * (time - low)) / (high - low);
     // The newest attempt is what users look for.
-    this.list.replaceChildren(...this.attempts.map((attempt) => row(attempt, place, now)).reverse());
+    const rows = this.attempts.map((attempt, index) => {
+      const newest = index === this.attempts.length - 1;
+      const reason = newest && attempt.reason === this.reason ? "" : attempt.reason;
+      return row({...attempt, reason, step: newest ? this.step : attempt.step}, place, now);
+    });
+    this.list.replaceChildren(...rows.reverse());
   }
 }
 

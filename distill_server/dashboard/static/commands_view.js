@@ -4,14 +4,28 @@ import {el, setText} from "./dom.js";
 
 const MS_TOLD = 2000;
 
+const OF_ACTIVE = ["watch JOB", "logs JOB --follow", "cancel JOB"];
+/** The commands that a job in a state allows; JOB stands for its id. */
+export const COMMANDS = {
+  SUCCEEDED: ["pull JOB", "report JOB", "logs JOB"],
+  FAILED: ["resume JOB", "logs JOB", "show JOB"],
+  CANCELLED: ["resume JOB", "logs JOB", "show JOB"],
+};
+
 /** The section with the commands of a job; `server` is the address of the gRPC server. */
 export class CommandsView {
   constructor(id, server) {
-    const named = (words) => `distill ${words} --server ${server}`;
-    this.list = el("ul", {class: "commands"}, [
-      `watch ${id}`, `logs ${id} --follow`, `pull ${id}`, `resume ${id}`, `cancel ${id}`,
-    ].map((words) => command(named(words))));
+    this.textOf = (words) => `distill ${words.replace("JOB", id)} --server ${server}`;
+    this.list = el("ul", {class: "commands"});
     this.element = el("details", {class: "commands-view"}, el("summary", {}, "Commands"), this.list);
+  }
+
+  /** Shows the commands that the state allows. */
+  offer(state) {
+    const commands = COMMANDS[state] ?? OF_ACTIVE;
+    if (commands === this.commands) return;
+    this.commands = commands;
+    this.list.replaceChildren(...commands.map((words) => command(this.textOf(words))));
   }
 }
 

@@ -60,6 +60,12 @@ export class History {
     return {low, high};
   }
 
+  /** The share of the time of all steps for which the trainer waited for the teacher, as in "Time in steps". */
+  get teacherWait() {
+    const total = (name) => this.series.get(name)?.values.reduce((sum, value) => sum + value, 0);
+    return total("time/teacher_wait") / total("time/step");
+  }
+
   /** Removes the values from `step` on: a resumed attempt repeats the steps after its checkpoint. */
   forget(step) {
     while (this.tokens.length && this.tokens.at(-1)[0] >= step) this.tokens.pop();

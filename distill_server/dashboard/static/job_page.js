@@ -6,13 +6,14 @@ import {CheckpointsView} from "./checkpoints_view.js";
 import {CommandsView} from "./commands_view.js";
 import {Curves} from "./curves.js";
 import {badge, bar, el, setText} from "./dom.js";
-import {ago, duration, heldOutOf, klOf, number, percent, waitOf, whyQueued} from "./figures.js";
+import {ago, duration, heldOutOf, klOf, number, percent, whyQueued} from "./figures.js";
 import {History} from "./history.js";
 import {LogView} from "./log_view.js";
 import {PreviewView} from "./preview_view.js";
 import {SamplesView} from "./samples_view.js";
 import {Fault, follow, get, repeat} from "./server.js";
 import {StagesView} from "./stages_view.js";
+import {SummaryView} from "./summary_view.js";
 import {facts} from "./teachers_page.js";
 import {UsageView} from "./usage_view.js";
 
@@ -54,6 +55,8 @@ class JobPage {
     this.attempts = new AttemptsView(path);
     this.checkpoints = new CheckpointsView(path);
     this.usage = new UsageView(path);
+    this.summary = new SummaryView(this.job);
+    this.commands = new CommandsView(this.job.id, this.server);
     this.build();
     this.show();
     this.closers.push(follow(`${path}/events`, {
@@ -84,11 +87,11 @@ class JobPage {
     this.root.append(
       el("p", {class: "crumbs"}, el("a", {href: "#/"}, "Jobs"), " / ", el("code", {}, job.id)),
       el("div", {class: "title"}, el("h1", {}, job.name), this.state, this.actions?.element ?? null),
-      this.reason, this.progress, this.preview.element, this.facts,
+      this.summary.element, this.reason, this.progress, this.preview.element, this.facts,
       el("div", {class: "cards"}, this.attempts.element, this.usage.element),
       el("h2", {}, "Curves"), this.curves.view.element, this.curves.nothing, this.curves.main,
       this.curves.others, this.stages.element, this.samples.element, this.checkpoints.element, this.log.element,
-      new CommandsView(job.id, this.server).element,
+      this.commands.element,
       el("details", {}, el("summary", {}, "Configuration"), config));
   }
 
@@ -130,8 +133,7 @@ class JobPage {
 
   /** Updates what changes without events; of a job that has ended nothing does. */
   async look() {
-    const {state} = this.job;
-    if (state === "QUEUED") await this.refresh();
+    if (this.job.state === "QUEUED" || this.summary.isLive) await this.refresh();
     if (this.looked && this.job.ended_at) return;
     this.looked = true;
     await Promise.all([this.attempts.refresh(), this.checkpoints.refresh(), this.preview.refresh()]);
@@ -139,6 +141,7 @@ class JobPage {
 
   learn(job) {
     Object.assign(this.job, job);
+    this.summary.show(this.job);
     this.show();
   }
 
@@ -165,7 +168,18 @@ class JobPage {
     this.showProgress();
     this.facts.replaceChildren(facts(this.figures()));
     this.log.follow(job.attempt);
+    this.attempts.follow(job);
+    this.commands.offer(job.state);
+    if (job.state === "FAILED") this.showFailure();
     this.usage.follow(job.state);
+  }
+
+  /** Moves the log, opened at its end, and the commands for another attempt below the reason. */
+  showFailure() {
+    if (this.failed === this.job.attempt) return;
+    this.failed = this.job.attempt;
+    this.progress.after(this.log.element, this.commands.element);
+    this.log.element.open = this.commands.element.open = true;
   }
 
   showProgress() {
@@ -189,7 +203,7 @@ class JobPage {
       ["accuracy", percent(metrics["eval/accuracy"])],
       ["cut answers", metrics["length/truncated"] ? percent(metrics["length/truncated"]) : "-"],
       ["tokens/s", number(metrics.tokens_per_sec)],
-      ["teacher wait", percent(waitOf(metrics))],
+      ["teacher wait", percent(this.history.teacherWait)],
       ["attempt", String(job.attempt)],
       ["submitted", ago(job.created_at)],
       ["ran for", job.started_at ? duration(ended - job.started_at) : "-"],

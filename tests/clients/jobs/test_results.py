@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from clients.jobs.job import Job, JobState
-from clients.jobs.results import Measurement, differing_labels, judging_metric, result_of
+from clients.jobs.results import (
+    Measurement,
+    differing_labels,
+    judging_metric,
+    result_of,
+    verdict_of,
+)
 from clients.runs.metrics_file import Point
 
 
@@ -48,3 +54,22 @@ def test_the_metric_that_chooses_checkpoints() -> None:
 def test_labels_that_differ() -> None:
     jobs = [make_job(b="1", a="1", c="1"), make_job(b="2", a="1")]
     assert differing_labels(jobs) == ["b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [
+        ({}, ""),
+        ({5: 2.0}, "eval/kl: 2 at step 5."),
+        ({1: 2.0, 5: 1.0}, "eval/kl: 2 at step 1, 1 at step 5; step 5 is the best."),
+        ({1: 2.0, 5: 3.0}, "eval/kl: 2 at step 1, 3 at step 5; step 1 is the best."),
+        ({1: 2.0, 3: 0.5, 5: 1.0}, "eval/kl: 2 at step 1, 1 at step 5; best 0.5 at step 3."),
+    ],
+)
+def test_the_verdict_of_the_evaluations(values: dict[int, float], verdict: str) -> None:
+    points = [Point(step, {"eval/kl": value}) for step, value in values.items()]
+    assert verdict_of(make_job(), points) == verdict
+    uncertain = [Point(step, {"eval/kl": 2.0 - step, "eval/kl_stderr": 9.0}) for step in (0, 1)]
+    assert "step 1 is the best. No gain is shown: eval/kl is 1 at" in verdict_of(
+        make_job(), uncertain
+    )

@@ -275,6 +275,14 @@ def test_states_and_a_server_that_comes_back(
     browser.click(".jobs tbody tr a")
     eventually(lambda: "failed" in browser.text(".title"))
     assert browser.text(".reason") == "the loss is not finite"
+    eventually(lambda: "starts after step 0" in browser.text("details[open] .log"))
+    assert browser.run("return document.body.innerText").count("the loss is not finite") == 1
+    job = browser.run("return location.hash").removeprefix("#/jobs/")
+    commands = browser.texts("details[open] .commands code")
+    assert commands[0] == f"distill resume {job} --server {site.address}"
+    identity, keys = browser.text(".identity"), browser.text(".keys")
+    assert identity.startswith("on-policy tiny <- teacher at localhost:50052 on prompts.jsonl")
+    assert keys == "set by you: max_steps = 1"
     site.stop()
     eventually(lambda: browser.text("#link") == "server not reached")
     make_site(port=site.port)

@@ -178,8 +178,8 @@ def test_the_queue_and_an_attempt_that_died(
     assert " to step 6" in oldest
     assert "killed by signal 9" in oldest
     assert browser.count(".attempts li:last-child .span.interrupted .ran") == 1
-    eventually(lambda: " of " in browser.text("section:nth-of-type(2) .facts dd"))
-    assert "MiB of" in browser.text("section:nth-of-type(2)")
+    eventually(lambda: " of " in browser.text(".cards section:nth-of-type(2) .facts dd"))
+    assert "MiB of" in browser.text(".cards section:nth-of-type(2)")
     browser.click(".checkpoints summary")
     eventually(lambda: browser.count(".checkpoints tbody tr") >= 6)
     assert browser.texts(".checkpoints tbody tr:last-child > *")[:2] == ["2", "1000 B"]
@@ -187,7 +187,7 @@ def test_the_queue_and_an_attempt_that_died(
     browser.click(".commands-view summary")
     commands = browser.texts(".commands code")
     assert f"distill watch {job} --server {site.address}" in commands
-    assert [words.split()[1] for words in commands] == ["watch", "logs", "pull", "resume", "cancel"]
+    assert [words.split()[1] for words in commands] == ["watch", "logs", "cancel"]
     browser.click(".commands button")
     eventually(lambda: browser.text(".commands button") in ("Copied", "Selected"))
     browser.open("about:blank")

@@ -154,6 +154,25 @@ def test_a_failed_job_is_replaced_in_its_pipeline(server: SmallServer) -> None:
     assert config.student.model == str(server.runs / new_job.id / "export")
 
 
+def test_the_jobs_of_a_pipeline(server: SmallServer) -> None:
+    """Two branches after a capture, which join; another job is no part of them."""
+    configs = [
+        make_capture_job("rows"),
+        make_offline_job("left", "@rows/store"),
+        make_offline_job("right", "@rows/store"),
+        make_eval_job("join", student={"model": "@left/export"}, after=["right"]),
+        make_job("alone"),
+    ]
+    rows, left, right, join, alone = (job.id for job in submit(server, *configs))
+    expected = {rows: [], left: [rows], right: [rows], join: sorted([left, right])}
+    for job_id in expected:
+        pipeline = server.store.dependencies.pipeline_of(job_id, 9)
+        assert {part: sorted(before) for part, before in pipeline.items()} == expected
+        assert list(pipeline) == list(expected), "in order of submission"
+    assert server.store.dependencies.pipeline_of(alone, 9) == {alone: []}
+    assert list(server.store.dependencies.pipeline_of(join, 2)) == [rows, left]
+
+
 def test_outputs_become_paths_when_the_job_starts(server: SmallServer) -> None:
     capture_job, warm_job, last_job = submit(
         server,
