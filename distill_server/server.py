@@ -97,6 +97,7 @@ async def run_server(
             files=files,
             stop_trainer=partial(runner.stop, now=False),
             let_wait=scheduler.waits.begin_at_submit,
+            require_quota=quotas.require_gpus,
         )
         scheduler.store_late_cancels = control.store_late_cancels
         streams, uploads = Streams(store, runs, notifier, files), Uploads(runs)

@@ -44,12 +44,18 @@ _STARTED = (JobState.PREPARING, JobState.RUNNING)
 Submission: TypeAlias = tuple[str, str, str]
 # Sends SIGTERM to the trainer of an attempt; blocking.
 StopTrainer: TypeAlias = Callable[[RunDirectory, int], None]
+# Raises InvalidInput if an owner's quota is below this number of GPUs.
+RequireQuota: TypeAlias = Callable[[str, int], None]
 # Lets a new job wait for the teacher that the error is about, and returns the job.
 LetWait: TypeAlias = Callable[[Job, DistillError], Job]
 
 
 def _ignore_stop(run: RunDirectory, attempt: int) -> None:
     """Do nothing; for tests without trainers."""
+
+
+def _allow_gpus(owner: str, gpus: int) -> None:
+    """Do nothing; for tests without quotas."""
 
 
 class JobControl:
@@ -70,6 +76,7 @@ class JobControl:
         files: RunFiles | None = None,
         stop_trainer: StopTrainer = _ignore_stop,
         let_wait: LetWait | None = None,
+        require_quota: RequireQuota = _allow_gpus,
     ) -> None:
         """`wake` is called when the scheduler has work. `preflight` runs before a job is queued.
 
@@ -86,6 +93,7 @@ class JobControl:
         self._files = files or RunFiles()
         self._stop_trainer = stop_trainer
         self._let_wait = let_wait
+        self._require_quota = require_quota
         self._late_cancels: set[str] = set()
         self._is_stopping = False
 
@@ -93,13 +101,13 @@ class JobControl:
         """Raise Unavailable for all jobs that are submitted or resumed from now on."""
         self._is_stopping = True
 
-    async def check(self, *configs_json: str) -> None:
+    async def check(self, *configs_json: str, owner: str = "") -> None:
         """Raise the errors that `submit_checked` would raise, without queueing the jobs.
 
         In addition, raises Unavailable if a job would wait for its teacher.
         """
         problems = await self._check_jobs(
-            [self._parse_submission(config_json, "", "") for config_json in configs_json]
+            [self._parse_submission(config_json, "", "") for config_json in configs_json], owner
         )
         for problem in filter(None, problems):
             raise problem
@@ -121,7 +129,7 @@ class JobControl:
         configs = [self._parse_submission(*request) for request in requests]
         if known_jobs := self._find_known_jobs(configs, requests):
             return known_jobs
-        problems = await self._check_jobs(configs)
+        problems = await self._check_jobs(configs, owner)
         # During the preflight, another request may have used the key or filled the queue.
         return self._find_known_jobs(configs, requests) or self._queue_jobs(
             configs, requests, owner, problems
@@ -239,7 +247,7 @@ class JobControl:
             raise InvalidInput(f"longer than {_KEY_CHARS} characters", field="idempotency_key")
         return config
 
-    async def _check_jobs(self, configs: Sequence[AnyJob]) -> list[DistillError | None]:
+    async def _check_jobs(self, configs: Sequence[AnyJob], owner: str) -> list[DistillError | None]:
         """Check jobs. Return for each job why it must wait for its teacher, or None to start it."""
         if len(configs) > MAX_SUBMITTED_JOBS:
             raise InvalidInput(
@@ -248,11 +256,15 @@ class JobControl:
                 hint="divide the file into smaller files",
             )
         self._link_jobs(configs)
-        return await asyncio.gather(*(self._check_job(config, configs) for config in configs))
+        return await asyncio.gather(
+            *(self._check_job(config, configs, owner) for config in configs)
+        )
 
-    async def _check_job(self, config: AnyJob, configs: Sequence[AnyJob]) -> DistillError | None:
+    async def _check_job(
+        self, config: AnyJob, configs: Sequence[AnyJob], owner: str
+    ) -> DistillError | None:
         with _naming_job(config, configs):
-            self._require_place(config)
+            self._require_place(config, owner=owner)
             checked_config = with_known_models(config, configs, self._store.find)
             if checked_config is None:  # a store of another job is checked when the job starts
                 return None
@@ -305,7 +317,7 @@ class JobControl:
     ) -> list[Job]:
         problems = problems or [None] * len(configs)
         for config in configs:
-            self._require_place(config, len(configs))
+            self._require_place(config, len(configs), owner)
         new_jobs = [
             NewJob(
                 *(job_id, new_job.config, config, key, new_job.dependencies, owner),
@@ -354,7 +366,7 @@ class JobControl:
         if reason := self._store.dependencies.explain_failure(job.id):
             raise WrongState(reason, field="job_id", hint="resume that job first")
         config = self._extend_config(job, max_steps) if max_steps else None
-        self._require_place()
+        self._require_place(config or parse_config(job.config_json), owner=job.owner)
         return job, config
 
     def _require_files(self, job: Job, from_step: int) -> None:
@@ -364,9 +376,10 @@ class JobControl:
         if from_step:
             checkpoint_root(job, run, from_step)
 
-    def _require_place(self, config: AnyJob | None = None, job_count: int = 1) -> None:
-        """Raise if the queue has too few places, or if `config` needs more than the machine has.
+    def _require_place(self, config: AnyJob, job_count: int = 1, owner: str = "") -> None:
+        """Raise if the queue has too few places, or if `config` can never start.
 
+        A job can never start if it needs more than the machine has or its owner's quota of GPUs.
         Raises Unavailable if the server is stopping.
         """
         if self._is_stopping:
@@ -374,8 +387,8 @@ class JobControl:
                 "the server is stopping and takes no jobs",
                 hint="try again when the next server has started",
             )
-        if config is not None:
-            self._machine.require_room(config)
+        self._machine.require_room(config)
+        self._require_quota(owner, self._machine.gpus_of_job(config))
         if (queue_length := self._store.queue_length()) + job_count > self._max_queued:
             raise Overloaded(
                 f"the queue is full: {queue_length} jobs are queued",

@@ -1,7 +1,8 @@
 """Quotas: limits for an owner's running jobs and their GPUs.
 
 A job above the quota of its owner waits. Later jobs of the same owner also wait, so that small jobs
-cannot delay a large job forever. Jobs of other owners are not blocked.
+cannot delay a large job forever. Jobs of other owners are not blocked. A job that alone needs more
+GPUs than the quota is refused; if the quota was lowered afterwards, the job waits and blocks none.
 """
 
 from __future__ import annotations
@@ -83,6 +84,16 @@ class Quotas:
         names = ", ".join(f"'{owner}'" for owner in sorted(self._phase_by_owner))
         return f"owner NOT IN ({names})" if names else "1"
 
+    def require_gpus(self, owner: str, gpus: int) -> None:
+        """Raise InvalidInput if a job with `gpus` GPUs alone is above the quota of its owner."""
+        quota = self._read_quotas().get(owner, Quota())
+        if excess := _explain_excess(owner, quota, gpus):
+            raise InvalidInput(
+                excess,
+                field="resources.gpus",
+                hint="request fewer GPUs, or ask who runs the server for a larger quota",
+            )
+
     def explain_wait(self, job: Job, gpus: int) -> str:
         """Return a text that says why the job must wait for its owner's quota.
 
@@ -92,6 +103,8 @@ class Quotas:
         owner = job.owner
         if owner not in self._quotas:
             return ""
+        if excess := _explain_excess(owner, self._quotas[owner], gpus):
+            return f"{_WAITING}{excess}"
         if owner not in self._phase_by_owner and (phase := self._format_lack(owner, gpus)):
             self._phase_by_owner[owner] = phase
         return self._phase_by_owner.get(owner, "")
@@ -123,6 +136,14 @@ class Quotas:
         if quota.gpus is not None and usage.gpus + gpus > quota.gpus:
             return f"{_WAITING}{owner} may hold {_format_count(quota.gpus, 'GPU')} at once"
         return ""
+
+
+def _explain_excess(owner: str, quota: Quota, gpus: int) -> str:
+    """Return why a job with `gpus` GPUs can never start with this quota; "" if it can."""
+    if quota.gpus is None or gpus <= quota.gpus:
+        return ""
+    requested_text = _format_count(gpus, "GPU")
+    return f"the job requests {requested_text}, but {owner} may hold {quota.gpus} at once"
 
 
 def _format_count(count: int, noun: str) -> str:

@@ -97,7 +97,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
 
     async def CheckJob(self, request: pb.CheckJobRequest, context: _Context) -> pb.CheckJobResponse:
         """Check a job as SubmitJob does, without queueing it."""
-        await self._control.check(request.config_json)
+        await self._control.check(request.config_json, owner=self.caller(context).owner)
         return pb.CheckJobResponse()
 
     @audited
@@ -105,10 +105,10 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         self, request: pb.SubmitJobsRequest, context: _Context
     ) -> pb.SubmitJobsResponse:
         """Check and queue all of the jobs, or none; with `check_only`, queue none."""
-        if request.check_only:
-            await self._control.check(*(job.config_json for job in request.jobs))
-            return pb.SubmitJobsResponse()
         owner = self.caller(context).owner
+        if request.check_only:
+            await self._control.check(*(job.config_json for job in request.jobs), owner=owner)
+            return pb.SubmitJobsResponse()
         jobs = await self._control.submit_all(
             [_read_submission(job) for job in request.jobs], owner
         )

@@ -110,6 +110,7 @@ class SmallServer:
             stop_trainer=partial(self.runner.stop, now=False),
             preflight=self.preflight,
             let_wait=self.scheduler.waits.begin_at_submit,
+            require_quota=quotas.require_gpus,
         )
 
     def look(self) -> bool:

@@ -68,11 +68,30 @@ def test_gpus_count_and_the_order_of_an_owner_is_kept(tmp_path: Path) -> None:
         server.look()
         assert list_running(server) == {"first", "other", "small"}
         end_job(server, first_job)
-        oversized_job = submit(server, "ann", "never", gpus=5)
+
+
+def test_a_job_that_alone_exceeds_the_quota_is_refused(tmp_path: Path) -> None:
+    policy = Policy(Machine(slots=9, gpus=tuple("01234567")))
+    with small_server(tmp_path / "runs", policy, quotas={"ann": Quota(gpus=4)}) as server:
+        refusal = r"resources\.gpus: the job requests 5 GPUs, but ann may hold 4 at once"
+        config = make_job("never", resources={"gpus": 5}).model_dump_json()
+        with pytest.raises(InvalidInput, match=refusal):
+            submit(server, "ann", "never", gpus=5)
+        with pytest.raises(InvalidInput, match=refusal):
+            asyncio.run(server.control.check(config, owner="ann"))
+        asyncio.run(server.control.check(config, owner="bob"))
+        assert server.store.queue_length() == 0
+        large_job = submit(server, "ann", "large", gpus=4)
+        server.quotas = {"ann": Quota(gpus=3)}
+        submit(server, "ann", "small", gpus=3)
         server.look()
-        assert stored_job(server, oversized_job).phase == waiting_phase, (
-            "not refused: the quota may be raised"
+        assert list_running(server) == {"small"}, "a job that can never start blocks no other"
+        assert stored_job(server, large_job).phase == (
+            "WAITING quota: the job requests 4 GPUs, but ann may hold 3 at once"
         )
+        server.cancel(large_job.id, now=False)
+        with pytest.raises(InvalidInput, match="the job requests 4 GPUs, but ann may hold 3"):
+            server.control.resume(large_job.id, max_steps=0, from_step=0)
 
 
 def test_a_job_above_the_quota_does_not_block_a_full_queue(tmp_path: Path) -> None:
