@@ -18,7 +18,7 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -33,6 +33,8 @@ NAME = ".uploads"
 UNUSED_SECONDS = 24 * 3600.0
 # Free space that uploads leave to the jobs and the database.
 _RESERVED_BYTES = 1 << 30
+# Disk space is kept for an incomplete file until no client has sent or requested it for this time.
+_IDLE_SECONDS = 600.0
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NAMED_UPLOAD = re.compile(rf"/{re.escape(NAME)}/({_SHA256.pattern})/")
 
@@ -56,9 +58,13 @@ class MissingPart:
 
 @dataclass
 class _ExpectedFile:
-    """A file that a client has announced. The thread that writes to it holds `lock`."""
+    """A file that a client has announced. The thread that writes to it holds `lock`.
+
+    `used_at` is the time (`time.monotonic`) of the last request or part of a client.
+    """
 
     size: int
+    used_at: float = field(default_factory=time.monotonic)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -68,7 +74,7 @@ class Uploads:
     def __init__(self, runs: Path) -> None:
         self._root = runs / NAME
         self._files, self._parts = self._root / "files", self._root / "parts"
-        # Held while links are created and while garbage is removed.
+        # Held while links are created, while space is reserved and while garbage is removed.
         self._lock = threading.Lock()
         self._expected_files: dict[str, _ExpectedFile] = {}
 
@@ -93,12 +99,10 @@ class Uploads:
             if not missing_sizes:
                 self._link_upload(files, upload)
                 return path, []
-            for sha256, size in missing_sizes.items():
-                self._expected_files.setdefault(sha256, _ExpectedFile(size)).size = size
+            self._expect_files(missing_sizes)
             offsets = {
                 sha256: self._count_arrived(sha256, size) for sha256, size in missing_sizes.items()
             }
-        self._require_space(sum(missing_sizes.values()) - sum(offsets.values()))
         return None, [MissingPart(sha256, offset) for sha256, offset in offsets.items()]
 
     def receive(self, sha256: str, offset: int, chunk: bytes) -> None:
@@ -113,6 +117,7 @@ class Uploads:
             if _SHA256.fullmatch(sha256) and (self._files / sha256).exists():
                 return  # another client has sent it
             raise _make_begin_again()
+        expected_file.used_at = time.monotonic()
         with expected_file.lock, _full_disk_errors():
             if not (self._files / sha256).exists():
                 self._write_part(sha256, offset, chunk, expected_file.size)
@@ -157,6 +162,10 @@ class Uploads:
             return min(size, (self._parts / sha256).stat().st_size)
         except FileNotFoundError:
             return 0
+
+    def _count_missing(self, sizes: Mapping[str, int]) -> int:
+        """Return the number of bytes of these files that have not arrived."""
+        return sum(size - self._count_arrived(sha256, size) for sha256, size in sizes.items())
 
     def _write_part(self, sha256: str, offset: int, chunk: bytes, size: int) -> None:
         path, end = self._parts / sha256, offset + len(chunk)
@@ -205,14 +214,32 @@ class Uploads:
         partial_upload.rename(upload)
         fsync_directory(self._root)
 
-    def _require_space(self, needed_bytes: int) -> None:
+    def _expect_files(self, sizes: Mapping[str, int]) -> None:
+        """Reserve disk space for files, and accept their parts; the caller holds `_lock`.
+
+        Raises WrongState if these files and those of other uploads in progress do not fit.
+        """
+        cutoff = time.monotonic() - _IDLE_SECONDS
+        for sha256, file in list(self._expected_files.items()):
+            if file.used_at < cutoff and not file.lock.locked():
+                self._expected_files.pop(sha256, None)
+        other_sizes = {
+            sha256: file.size
+            for sha256, file in list(self._expected_files.items())
+            if sha256 not in sizes and not self._has_file(sha256)
+        }
+        needed_bytes, other_bytes = self._count_missing(sizes), self._count_missing(other_sizes)
         free_bytes = max(0, shutil.disk_usage(self._root).free - _RESERVED_BYTES)
-        if needed_bytes > free_bytes:
+        if needed_bytes + other_bytes > free_bytes:
+            others_text = f" and other uploads {other_bytes / 1e9:.3g} GB" if other_bytes else ""
             raise WrongState(
-                f"these files need {needed_bytes / 1e9:.3g} GB, but the server's disk has"
-                f" {free_bytes / 1e9:.3g} GB free",
+                f"these files need {needed_bytes / 1e9:.3g} GB{others_text}, but the server's disk"
+                f" has {free_bytes / 1e9:.3g} GB free",
                 hint="free disk space on the server, or use files that the server has",
             )
+        for sha256, size in sizes.items():
+            file = self._expected_files.setdefault(sha256, _ExpectedFile(size))
+            file.size, file.used_at = size, time.monotonic()
 
 
 def named_uploads(connection: sqlite3.Connection) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import shutil
 import sqlite3
 import threading
 import time
@@ -179,6 +180,35 @@ def test_a_checksum_that_is_refused(uploads: Uploads, tmp_path: Path) -> None:
 def test_files_that_do_not_fit_are_refused_before_they_are_sent(uploads: Uploads) -> None:
     with pytest.raises(WrongState, match=r"files need 1e\+09 GB, but the server's disk has"):
         uploads.begin([UploadFile("a", 10**18, digest(b"a"))])
+
+
+def test_uploads_in_progress_share_the_free_space(
+    uploads: Uploads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after parts have arrived, until one has ended or its client has been silent."""
+    others = [upload_file("m/b", bytes(600)), upload_file("m/same", CONTENT)]
+
+    def set_free(size: int) -> None:
+        usage = shutil.disk_usage("/")._replace(free=(1 << 30) + size)
+        monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+
+    set_free(1600)
+    uploads.begin([upload_file()])
+    assert uploads.begin(others)[1], "a file of both is counted once"
+    with pytest.raises(WrongState, match=r"files need 1e-09 GB and other uploads 1.6e-06 GB, but"):
+        uploads.begin([upload_file("c", b"c")])
+    uploads.receive(digest(CONTENT), 0, CONTENT[:400])
+    set_free(1200)
+    uploads.begin([upload_file()])
+    with pytest.raises(WrongState, match=r"and other uploads 1.2e-06 GB, but .* 1.2e-06 GB free"):
+        uploads.begin([upload_file("c", b"c")])
+    uploads.receive(digest(CONTENT), 400, CONTENT[400:])
+    set_free(601)
+    uploads.begin([upload_file("c", b"c")])
+    monkeypatch.setattr("distill_server.uploads._IDLE_SECONDS", -1.0)
+    uploads.begin([upload_file("d", b"d" * 601)])
+    with pytest.raises(Unavailable, match="start the upload again"):
+        uploads.receive(digest(b"c"), 0, b"c")
 
 
 def test_a_disk_that_becomes_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
