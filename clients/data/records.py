@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clients.data.formats import FORMATS, files_of, read_records
+from clients.data.hub import hub_error
 from clients.data.outside import parse_number, parse_text
 from clients.data.parquet import Record, first_line, from_arrow
 from protos.errors import InvalidInput
@@ -113,7 +114,8 @@ class DataSet:
             saved_data = datasets.load_from_disk(self.path)
             return saved_data[self.split] if _has_splits(self.path) else saved_data
         except Exception as error:  # the library raises anything from ValueError to OSError here
-            raise InvalidInput(
+            raise hub_error(
+                error,
                 f"cannot load the data set {self.path!r}: {first_line(error)}",
                 field=self.field,
                 hint="check data.path, data.name, data.split and the network, or give a .jsonl"

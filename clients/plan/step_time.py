@@ -21,7 +21,7 @@ from clients.data.models.shape import ModelShape, read_shape
 from clients.plan.machines import GPUS_OF_MACHINE, GpuFigures
 from clients.plan.memory import BFLOAT16, FLOAT32, Load, peak_bytes, saved_per_token
 from clients.plan.memory_plan import GIB, USABLE, load_of, with_changes
-from protos.errors import InvalidInput
+from protos.errors import InvalidInput, Unavailable
 
 # Bytes per entry of a chunk of logits of the fused operator: written, read twice, and its gradient
 # written once and read by two products.
@@ -105,7 +105,7 @@ def _teacher_shape(job: AnyTraining) -> ModelShape | None:
         return None
     try:
         return read_shape(str(job.started_teacher.model), None)[0]
-    except InvalidInput:
+    except (InvalidInput, Unavailable):
         return None
 
 

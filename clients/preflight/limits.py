@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -29,7 +30,7 @@ from clients.data.records import DataSet
 from clients.preflight.columns import fit_columns
 from clients.runs.directory import RunDirectory, replace_file
 from clients.store.dataset import LogitDataset
-from protos.errors import DistillError, InvalidInput
+from protos.errors import DistillError, InvalidInput, Unavailable
 
 LIMITS_FILE = "limits.json"
 # The share of the records that an evaluation, or a step, takes by default.
@@ -263,18 +264,22 @@ def _shrink(config: JobConfig, values: Mapping[str, int]) -> dict[str, int]:
 
 
 def _read_contexts(config: JobConfig, *, remote: bool) -> dict[str, int]:
-    """Return the largest numbers of tokens of the models that the job names, by model."""
+    """Return the largest numbers of tokens of the models that the job names, by model.
+
+    Raises Unavailable if the student's is on a hub that does not answer. A teacher may have its
+    model on another machine, so its limit is then missing.
+    """
     models: dict[str, tuple[str, str | None]] = {}
     student = config.answering_student
     if student is not None:
         models["student"] = student.model, getattr(student, "revision", None)
     if config.teacher_link is not None and config.teacher_link.model is not None:
         models["teacher"] = config.teacher_link.model, None
-    contexts = {
-        reader: context_of(model, revision)
-        for reader, (model, revision) in models.items()
-        if remote or Path(model).is_dir()
-    }
+    contexts: dict[str, int | None] = {}
+    for reader, (model, revision) in models.items():
+        if remote or Path(model).is_dir():
+            with suppress(*([Unavailable] if reader == "teacher" else [])):
+                contexts[reader] = context_of(model, revision)
     return {reader: context for reader, context in contexts.items() if context is not None}
 
 

@@ -9,7 +9,7 @@ import resource
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -130,7 +130,7 @@ async def serve(
       early when `stop` is set. An error in `prepare` ends the server and is raised here.
     - on_ready: called with the bound port after `prepare`, unless the server was stopped.
     - drain: awaited when the server is to end: calls are still answered, and health checks return
-      NOT_SERVING.
+      NOT_SERVING. A second signal cancels `drain`.
     - on_refusal: called with each call that is refused for its token; see `AccessControl`.
     - check_tokens: called, on a thread, before the tokens of a changed file replace those of
       `endpoint`; raises a DistillError to refuse them.
@@ -141,13 +141,13 @@ async def serve(
     TLS. Must run in the main thread, because this function installs signal handlers.
     """
     endpoint.require_usable()
-    stop = stop or asyncio.Event()
+    stop, second_signal = stop or asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     signals: list[signal.Signals] = []
 
     def request_stop(signum: signal.Signals) -> None:
         signals.append(signum)
-        stop.set()
+        (second_signal if stop.is_set() else stop).set()
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, request_stop, signum)
@@ -172,12 +172,25 @@ async def serve(
             await stop.wait()
             health.stop()
             if drain:
-                await drain()
+                await _drain_until(second_signal, drain)
         finally:
             health.stop()
             on_stop()
             await server.stop(grace_seconds)
     return signals[0] if signals else None
+
+
+async def _drain_until(signal_event: asyncio.Event, drain: Callable[[], Awaitable[None]]) -> None:
+    """Await `drain`, and cancel it when the event is set. Raises the errors of `drain`."""
+    drain_task = asyncio.ensure_future(drain())
+    signal_task = asyncio.create_task(signal_event.wait())
+    await asyncio.wait((drain_task, signal_task), return_when=asyncio.FIRST_COMPLETED)
+    signal_task.cancel()
+    if not drain_task.done():
+        log.warning("a second signal: the server ends before its work is finished")
+        drain_task.cancel()
+    with suppress(asyncio.CancelledError):
+        await drain_task
 
 
 @contextmanager

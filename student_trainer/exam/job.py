@@ -13,7 +13,7 @@ from clients.config.evaluation import EvalJob, ExamConfig
 from clients.config.file import named_files
 from clients.config.tables.common import ModelSettings
 from clients.data.formats import exists_here
-from clients.data.models.files import use_caches_if_away
+from clients.data.hub import use_caches_if_away
 from clients.preflight.files import check_files, check_here
 from clients.preflight.limits import fit_limits, read_limits, write_limits
 from clients.runs.directory import RunDirectory, Verdict

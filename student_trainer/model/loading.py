@@ -25,7 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from clients.config.tables.common import StudentConfig
-from clients.data.hub import find_on_hub, is_hub_id
+from clients.data.hub import find_on_hub, hub_error, is_hub_id
 from clients.data.images import ImageReader, makes_grids, require_pillow
 from clients.data.models.check import (
     check_configuration,
@@ -92,7 +92,7 @@ def load_config(student: StudentConfig) -> Any:
     """Return the configuration of the student's model.
 
     Raises InvalidInput (`student.model`) if there is no usable model, or if the model needs custom
-    code.
+    code; Unavailable if the hub does not answer and its cache lacks the model.
     """
     return _load_pretrained(student, AutoConfig.from_pretrained, check=check_configuration)
 
@@ -368,11 +368,11 @@ def _load_pretrained(
         raise
     except Exception as error:  # a broken directory makes the libraries raise anything
         location_kind = "directory" if path.is_dir() else "directory or reachable hub id"
-        raise InvalidInput(
-            f"no usable model at {student.model!r}: {_first_line(error)}",
-            field="student.model",
-            hint=f"give a Hugging Face {location_kind} with config, tokenizer and safetensors",
-        ) from error
+        message = f"no usable model at {student.model!r}: {_first_line(error)}"
+        hint = f"give a Hugging Face {location_kind} with config, tokenizer and safetensors"
+        if path.is_dir():
+            raise InvalidInput(message, field="student.model", hint=hint) from error
+        raise hub_error(error, message, field="student.model", hint=hint) from error
 
 
 def _first_line(error: Exception) -> str:

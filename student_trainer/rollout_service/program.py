@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
+from clients.data.hub import hub_error
 from clients.preflight.rollouts import gpus_here
 from protos import rollouts_pb2_grpc
 from protos.errors import InvalidInput
@@ -125,12 +126,12 @@ def _resolve_model(settings: RolloutEngineSettings) -> str:
     if settings.revision is None:
         return settings.model
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return str(snapshot_download(settings.model, revision=settings.revision))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise InvalidInput(
+    except Exception as error:  # errors of the network have many classes
+        raise hub_error(
+            error,
             f"revision {settings.revision} of {settings.model} cannot be loaded: {error}",
             field="--revision",
             hint="give a commit of a hub id; a directory needs no revision",

@@ -12,7 +12,7 @@ from typing import Any
 
 from clients.config.kinds import AnyTraining
 from clients.data.formats import FILE_SUFFIXES, exists_here
-from clients.data.models.files import use_caches_if_away
+from clients.data.hub import use_caches_if_away
 from clients.data.models.shape import rope_switch
 from clients.data.tokens.tokenizer import first_difference
 from clients.preflight.vocabulary import common_ids, other_tokenizer, require_narrowing

@@ -17,7 +17,7 @@ from clients.config.capture import CaptureJob
 from clients.config.file import named_files
 from clients.config.tables.common import StudentConfig
 from clients.data.formats import exists_here
-from clients.data.models.files import use_caches_if_away
+from clients.data.hub import use_caches_if_away
 from clients.data.object_urls import is_object_url
 from clients.data.records import DataSet, check_left_out
 from clients.data.tokens.tokenizer import tokenizer_facts

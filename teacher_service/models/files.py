@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from clients.data.hub import find_on_hub, is_hub_id
+from clients.data.hub import find_on_hub, hub_error, is_hub_id
 from clients.data.models.check import Reader, check_model
 from clients.data.models.files import list_weight_files, read_object
 from protos.errors import InvalidInput
@@ -43,7 +43,8 @@ def model_directory(model: str, engine: Reader) -> Path:
     """Return the local directory of `model`, a path or hub id; download a hub id if needed.
 
     Raises InvalidInput with field --model if there is no such model, or if `engine` cannot use it;
-    see `check_model`, whose notes are logged.
+    see `check_model`, whose notes are logged. Raises Unavailable if the hub does not answer and its
+    cache lacks the model.
     """
     path = Path(model).expanduser()
     if is_hub_id(model):
@@ -62,11 +63,10 @@ def _download(hub_id: str) -> Path:
 
     try:
         is_online = find_on_hub(hub_id)
-    except OSError as error:
-        raise _model_error(
-            str(error), "check the spelling and the connection, or give a local directory"
-        ) from error
-    path = snapshot_download(hub_id, allow_patterns=_HUB_FILES, local_files_only=not is_online)
+        path = snapshot_download(hub_id, allow_patterns=_HUB_FILES, local_files_only=not is_online)
+    except Exception as error:  # errors of the network have many classes
+        hint = "check the spelling and the connection, or give a local directory"
+        raise hub_error(error, str(error), field="--model", hint=hint) from error
     return Path(path)
 
 

@@ -130,13 +130,22 @@ def test_a_stop_with_checkpoints(make_server: Callable[..., Server]) -> None:
         assert client.wait(queued_job.id, timeout=60).attempt == 1
 
 
-def test_a_stop_does_not_wait_for_ever(make_server: Callable[..., Server]) -> None:
-    """A trainer that writes no checkpoint within the grace dies with the container."""
-    server = make_server(retries=0, stop_grace=0.1)
+@pytest.mark.parametrize(("stop_grace", "signals"), [(0.1, 1), (600, 2)])
+def test_a_stop_does_not_wait_for_ever(
+    make_server: Callable[..., Server], stop_grace: float, signals: int
+) -> None:
+    """A trainer that writes no checkpoint within the grace dies with the container.
+
+    A second signal ends the grace at once.
+    """
+    server = make_server(retries=0, stop_grace=stop_grace)
     with DistillClient(server.address) as client:
         job = client.submit(job_config("hang_at=8 hangs=1", max_steps=10))
         eventually(lambda: client.get(job.id).step == 7)
         card = server.card(job.id)
+        if signals == 2:
+            server.send_signal(signal.SIGINT)
+            eventually(lambda: not is_serving(server.address))
         assert server.kill(signal.SIGTERM) == 0
         assert family(str(card["mark"]))
         os.kill(int(card["pid"]), signal.SIGKILL)

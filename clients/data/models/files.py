@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -127,23 +124,3 @@ def read_object(file: Path, field: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InvalidInput(f"{file} is not a JSON object", field=field, hint="restore the file")
     return content
-
-
-_SECONDS = 3.0
-
-
-def use_caches_if_away() -> None:
-    """Set HF_HUB_OFFLINE=1 if the hub is unreachable, so that its libraries use their caches.
-
-    Otherwise the libraries would retry for most of a minute per file. Call this function before
-    importing these libraries, which read the variable at import. Waits for the hub for up to 3 s.
-    """
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    try:
-        request = urllib.request.Request(endpoint, method="HEAD")
-        urllib.request.urlopen(request, timeout=_SECONDS).close()
-    except urllib.error.HTTPError as answer:
-        answer.close()  # any HTTP reply shows that the hub can be reached
-    except OSError as error:
-        log.warning("%s cannot be reached, using the local cache only: %s", endpoint, error)
-        os.environ["HF_HUB_OFFLINE"] = "1"

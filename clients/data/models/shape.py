@@ -8,7 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from clients.data.models.files import read_object, use_caches_if_away
+from clients.data.hub import hub_error, use_caches_if_away
+from clients.data.models.files import read_object
 from clients.data.outside import read_document
 from protos.errors import InvalidInput
 
@@ -161,7 +162,8 @@ def context_of(model: str, revision: str | None = None) -> int | None:
     """Return the largest number of tokens that a model reads, from its config.json.
 
     `model`: a directory or a hub id. None: the file does not state it, or cannot be read. With
-    LongRoPE, the number up to which the rotary factors stay the same; see `rope_switch`.
+    LongRoPE, the number up to which the rotary factors stay the same; see `rope_switch`. Raises
+    Unavailable as `config_file` does.
     """
     try:
         config = read_object(config_file(model, revision), FIELD)
@@ -188,7 +190,8 @@ def config_file(model: str, revision: str | None = None) -> Path:
     """Return the path of the config.json of a directory or a hub id. Files of a hub id are
     downloaded.
 
-    Raises InvalidInput (`student.model`) if there is no config.json.
+    Raises InvalidInput (`student.model`) if there is no config.json, and Unavailable if the hub
+    does not answer and the file is not in its cache.
     """
     path = Path(model)
     if path.is_dir():
@@ -210,7 +213,8 @@ def config_file(model: str, revision: str | None = None) -> Path:
     try:
         return Path(hf_hub_download(model, "config.json", revision=revision))
     except (OSError, ValueError) as error:
-        raise InvalidInput(
+        raise hub_error(
+            error,
             f"no config.json of {model!r}: {str(error).strip().splitlines()[0].rstrip('.')}",
             field=FIELD,
             hint="give a Hugging Face directory or reachable hub id",

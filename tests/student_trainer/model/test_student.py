@@ -13,7 +13,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from clients.config.on_policy import OnPolicyConfig
 from clients.config.tables.common import StudentConfig
-from protos.errors import InvalidInput
+from protos.errors import InvalidInput, Unavailable
 from student_trainer.data.batch import Batch, make_batch
 from student_trainer.losses import FusedLoss, LogitMap, Rows
 from student_trainer.model.loading import load_config, load_model, load_tokenizer, vocabulary
@@ -197,6 +197,20 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
             load(student)
         assert caught.value.field == "student.model"
         assert "safetensors" in caught.value.hint
+
+
+def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server waits for the hub; an unknown name is the user's error."""
+    monkeypatch.setattr("clients.data.hub._is_offline_by_choice", False)
+    student = StudentConfig(model="someone/no-such-model")
+    for cause, error_class in ((ConnectionError("reset"), Unavailable), (None, InvalidInput)):
+
+        def find(name: str, cause: Exception | None = cause) -> bool:
+            raise OSError("no such model") from cause
+
+        monkeypatch.setattr("student_trainer.model.loading.find_on_hub", find)
+        with pytest.raises(error_class, match=r"student.model: no usable model at 'someone/no"):
+            load_config(student)
 
 
 def test_code_of_a_model_is_never_run(material: tiny.Material, tmp_path: Path) -> None:
