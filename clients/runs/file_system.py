@@ -1,4 +1,4 @@
-"""Durable directories, file locks, and directories in memory.
+"""Private and durable directories, file locks, and directories in memory.
 
 A trainer passes weights to rollout engines in directories in memory. Such a directory remains after
 the trainer is killed, and occupies the memory of a whole model. Each trainer therefore locks its
@@ -20,6 +20,15 @@ from protos.errors import InvalidInput
 
 # Errors of file systems that cannot sync a directory or have no locks.
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+def create_private(directory: Path) -> None:
+    """Create a directory that only its owner can enter (mode 700), and its missing parents.
+
+    A directory that exists keeps its mode, so that users can share it.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(mode=0o700, exist_ok=True)
 
 
 def fsync_directory(path: Path) -> None:

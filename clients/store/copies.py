@@ -19,7 +19,7 @@ from clients.config.kinds import AnyJob
 from clients.data.models.files import MODEL_KEYS, is_model_file
 from clients.data.object_urls import is_object_url, place_of
 from clients.data.tokens.tokenizer import TEMPLATES
-from clients.runs.file_system import lock_file
+from clients.runs.file_system import create_private, lock_file
 from clients.store.manifest import MANIFEST, Manifest, parse_manifest, read_manifest
 from clients.store.objects import ObjectFolder
 from clients.store.shards import ShardFacts, write_synced
@@ -58,7 +58,7 @@ def on_disk(place: Path | str) -> Path:
     if data is None:
         raise _no_store(place)
     manifest = parse_manifest(data, str(place))
-    copy = cache_directory() / "stores" / hashlib.sha256(data).hexdigest()
+    copy = create_cache() / "stores" / hashlib.sha256(data).hexdigest()
     copy.mkdir(parents=True, exist_ok=True)
     with (copy / "lock").open("w") as lock:
         lock_file(lock, copy / "lock", wait=True)
@@ -113,7 +113,7 @@ def _copy_files(key: str, url: str) -> Path:
         kind = "model" if is_model else "file"
         raise NotFound(f"there is no {kind} at {url}", field=key, hint="correct the URL")
     identity = hashlib.sha256(json.dumps([url, facts], sort_keys=True).encode()).hexdigest()
-    copy = cache_directory() / "files" / identity
+    copy = create_cache() / "files" / identity
     place = copy / name
     (place if is_model else copy).mkdir(parents=True, exist_ok=True)
     with (copy / "lock").open("w") as lock:
@@ -132,6 +132,13 @@ def _copy_files(key: str, url: str) -> Path:
 def _is_copied(copy: Path, facts: ShardFacts) -> bool:
     file = copy / facts.name
     return file.exists() and file.stat().st_size == facts.bytes
+
+
+def create_cache() -> Path:
+    """Create `cache_directory`, for this user only, and return it. Raises OSError as `mkdir`."""
+    directory = cache_directory()
+    create_private(directory)
+    return directory
 
 
 def cache_directory() -> Path:

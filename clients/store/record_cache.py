@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from clients.data.records import DataSet
 from clients.store.cache_entries import LOCK, delete_all, delete_unused, locked_entry
-from clients.store.copies import cache_directory
+from clients.store.copies import cache_directory, create_cache
 from protos.errors import Corrupt, InvalidInput
 
 _VERSION = 1  # of the files, and of the checks
@@ -134,8 +134,8 @@ def open_records(data_set: DataSet, columns: Sequence[str]) -> CachedRecords:
     does, or if the data change while they are read.
     """
     try:
-        root = records_directory()
-        root.mkdir(parents=True, exist_ok=True)
+        root = create_cache() / records_directory().name
+        root.mkdir(exist_ok=True)
         directory = root / _content_key(data_set, columns, root)
         with locked_entry(directory):
             return _open(data_set, directory) or _make(data_set, columns, directory, root)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from clients.runs.file_system import create_private
 from protos.errors import DistillError, InvalidInput
 from teacher_service.cache.disk_tier import DiskTier
 from teacher_service.cache.redis_address import RedisAddress
@@ -60,6 +61,7 @@ def make_cache(settings: CacheSettings, redis: RedisTier | None, fingerprint: st
     """
     disk = None
     try:
+        create_private(settings.directory)
         disk = DiskTier(
             settings.directory,
             fingerprint=fingerprint,

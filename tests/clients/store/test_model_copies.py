@@ -31,5 +31,6 @@ def test_additional_chat_templates_are_copied(
         assert {str(path.relative_to(directory)): path.read_text() for path in files} == {
             name: name for name in names
         }
+        assert (tmp_path / "distill").stat().st_mode & 0o777 == 0o700
     finally:
         s3.stop()

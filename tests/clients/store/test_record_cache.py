@@ -51,6 +51,19 @@ def test_records_are_those_of_the_file(tmp_path: Path) -> None:
             assert records[index] == (f"row {index + 1} of {tmp_path}/a.jsonl", RECORDS[index])
 
 
+def test_other_users_cannot_read_the_cache(tmp_path: Path) -> None:
+    """Whatever the umask; a directory that exists keeps its mode."""
+    data, umask = write(tmp_path / "a.jsonl"), os.umask(0o002)
+    try:
+        open_records(data, ["prompt"])
+        assert cache_directory().stat().st_mode & 0o777 == 0o700
+        cache_directory().chmod(0o2770)
+        open_records(data, ["prompt", "answer"])
+        assert cache_directory().stat().st_mode & 0o7777 == 0o2770
+    finally:
+        os.umask(umask)
+
+
 def test_the_same_file_is_mapped_by_later_attempts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from protos.errors import DistillError, WrongState
 from protos.rows.codec import RowBlock
 from teacher_service.cache.disk_tier import DiskTier
 from teacher_service.cache.row_cache import EncodedRows, RowCache
+from teacher_service.cache.settings import CacheSettings, make_cache
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from teacher_service.serving.batcher import Batcher
 from teacher_service.serving.scorer import RowScorer
@@ -237,3 +238,12 @@ def test_rows_given_twice_do_not_fill_the_queue_for_ever(
             tier.put(StoredRows(key, b"", 1, bytes(size)))
         wait_for(key, tier)
     asyncio.run(tier.close())
+
+
+def test_other_users_cannot_read_the_rows(tmp_path: Path) -> None:
+    directory, umask = tmp_path / "rows", os.umask(0o002)
+    try:
+        make_cache(CacheSettings(directory, 0, 1 << 20, False, None, 0), None, FINGERPRINT)
+    finally:
+        os.umask(umask)
+    assert directory.stat().st_mode & 0o777 == 0o700
