@@ -49,6 +49,7 @@ def check(context: typer.Context, job: JobFileArgument, sets: SetOption = None) 
 
     output = settings_of(context).output
     files = load_jobs(job, sets or [])
+    missing_files: set[str] = set()
     for config in (file.config for file in files):
         for note in check_models(config, here=False):
             output.say(note)
@@ -60,12 +61,22 @@ def check(context: typer.Context, job: JobFileArgument, sets: SetOption = None) 
         for key, path, similar in paths_of_server(config):
             suggestion = f"; did you mean {similar}?" if similar else ""
             output.say(f"{key}: {path} is not on this machine{suggestion}")
+            missing_files.add(path)
     names = {file.config.name for file in files}
     references = (name for file in files for _, name in references_of(file.config))
     # Only the server can check whether these files exist.
     server_jobs = sorted({name for name in references if name not in names or len(files) == 1})
     needs = f"; needs these jobs of the server: {', '.join(server_jobs)}" if server_jobs else ""
-    output.result({"file": job, "ok": True, "server_jobs": server_jobs}, f"{job}: ok{needs}")
+    unchecked = f", but not checked: {', '.join(sorted(missing_files))}" if missing_files else ""
+    output.result(
+        {
+            "file": job,
+            "ok": True,
+            "server_jobs": server_jobs,
+            "missing_files": sorted(missing_files),
+        },
+        f"{job}: ok{unchecked}{needs}",
+    )
 
 
 @app.command()
