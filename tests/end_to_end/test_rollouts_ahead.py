@@ -15,7 +15,6 @@ import pytest
 
 from clients.runs.directory import Control, RunDirectory
 from student_trainer.rollout_client.stored_sequences import read_rollouts
-from student_trainer.teachers import stop_watch
 from tests.end_to_end.forked_trainer import Forked, finish, kill_after_checkpoint, trainer
 from tests.end_to_end.processes import Launched, metrics_of, new_run, weights
 
@@ -325,12 +324,11 @@ def test_a_slow_teacher_bounds_what_is_sampled(
 
 @pytest.mark.slow
 def test_a_cancelled_job_does_not_wait_for_a_hung_engine(
-    material: Material, teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    material: Material, teacher: str, tmp_path: Path
 ) -> None:
     """Its last finished step is saved before a server would kill the trainer; it can be resumed."""
     from tests.student_trainer.rollout_service.processes import ServiceProcess
 
-    monkeypatch.setattr(stop_watch, "STOP_SECONDS", 0.5)
     service = ServiceProcess("--model", str(material.student), log=tmp_path / "service.log")
     changes = {"rollouts__address": service.address, "checkpoint__every": 1000, "max_steps": 200}
     run = new_run(tmp_path / "run", lagging_job(material, teacher, 2, **changes))

@@ -10,7 +10,6 @@ import pytest
 
 from clients.runs.directory import Control, RunDirectory, Status, replace_file
 from protos.errors import ExitCode
-from student_trainer.teachers import stop_watch
 from tests.distill_server.conftest import eventually
 from tests.end_to_end.conftest import teacher_arguments
 from tests.end_to_end.forked_teacher import ForkedTeacher
@@ -93,17 +92,16 @@ def test_a_teacher_that_stays_away(
     resume_with_teacher(run, mortal_teacher, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_stop_request_ends_the_wait_for_a_teacher(
     material: Material,
     mortal_teacher: MortalTeacher,
     undisturbed: RunDirectory,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The teacher is away, with a long patience: the steps before are saved, and none is lost."""
     from tests.student_trainer.tiny import job
 
-    monkeypatch.setattr(stop_watch, "STOP_SECONDS", 1.0)
     changes = {"checkpoint__every": 1000, "teacher__patience_seconds": 600}
     run = new_run(tmp_path / "run", job(material, mortal_teacher.address, **changes))
     with trainer(run) as process:
