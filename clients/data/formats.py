@@ -129,7 +129,7 @@ def read_start(path: str, field: str) -> tuple[list[str], list[Record]]:
     of these records cannot be read, or if there is no record, and OSError.
     """
     if suffix_of(path) == ".parquet":
-        columns, records = read_parquet_start(path, field, START_RECORDS)
+        columns, records = read_parquet_start(path, field, START_RECORDS, _START_BYTES)
         if columns and not records:
             raise _no_records_error(path, field)
         return columns, records

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence, Set
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,6 +13,10 @@ from protos.errors import InvalidInput
 Record: TypeAlias = Mapping[str, Any]
 
 PARQUET_MAGIC = b"PAR1"
+# pyarrow's default is 65,536 rows at once: gigabytes of long texts or images.
+_MAX_BATCH_ROWS, _BATCH_BYTES = 4096, 16 << 20
+# Without it, pyarrow reads a whole column of a row group at once.
+_BUFFER_BYTES = 1 << 20
 
 
 def read_parquet(path: str, columns: Sequence[str], field: str) -> Iterator[Record]:
@@ -24,11 +27,12 @@ def read_parquet(path: str, columns: Sequence[str], field: str) -> Iterator[Reco
     import pyarrow.parquet
 
     try:
-        file = pyarrow.parquet.ParquetFile(path)
+        file = pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES)
         existing_columns = [name for name in file.schema_arrow.names if name in columns]
         # If the first column does not exist, read all: the error message lists the existing ones.
         selected_columns = existing_columns if columns and columns[0] in existing_columns else None
-        for batch in file.iter_batches(columns=selected_columns):
+        rows = _rows_per_batch(file.metadata)
+        for batch in file.iter_batches(rows, columns=selected_columns):
             yield from records_in(batch)
     # A text that is not UTF-8 is a UnicodeDecodeError, which is a ValueError too.
     except (pyarrow.ArrowException, OSError, ValueError) as error:
@@ -39,8 +43,24 @@ def read_parquet(path: str, columns: Sequence[str], field: str) -> Iterator[Reco
         ) from error
 
 
-def read_parquet_start(path: str, field: str, count: int) -> tuple[list[str], list[Record]]:
-    """Return the columns and the first `count` records, both empty without pyarrow."""
+def _rows_per_batch(metadata: Any) -> int:
+    """Return the number of rows that take about _BATCH_BYTES, without a dictionary's repetitions.
+
+    `metadata`: a pyarrow.parquet.FileMetaData.
+    """
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    row_bytes = max((group.total_byte_size / max(1, group.num_rows) for group in groups), default=1)
+    return max(1, min(_MAX_BATCH_ROWS, int(_BATCH_BYTES / max(1, row_bytes))))
+
+
+def read_parquet_start(
+    path: str, field: str, count: int, max_bytes: int
+) -> tuple[list[str], list[Record]]:
+    """Return the columns and the first `count` records, both empty without pyarrow.
+
+    Returns fewer records if they have more than `max_bytes`, and at least one. The memory is a
+    small multiple of the longest pages of the columns, which pyarrow decompresses whole.
+    """
     with open_regular(Path(path)) as file:
         if file.read(len(PARQUET_MAGIC)) != PARQUET_MAGIC:
             raise _not_parquet_error(path, "the file does not start with PAR1", field)
@@ -51,13 +71,16 @@ def read_parquet_start(path: str, field: str, count: int) -> tuple[list[str], li
 
         file.seek(0)
         try:
-            parquet = pyarrow.parquet.ParquetFile(file)
+            parquet = pyarrow.parquet.ParquetFile(file, buffer_size=_BUFFER_BYTES)
             groups = range(parquet.metadata.num_row_groups)
             full_groups = [n for n in groups if parquet.metadata.row_group(n).num_rows][:1]
-            batches = parquet.iter_batches(batch_size=count, row_groups=full_groups)
-            records: list[Record] = [
-                record for batch in islice(batches, 1) for record in records_in(batch)
-            ]
+            # One row at a time: eight rows can repeat one long value of a dictionary.
+            records, read_bytes = list[Record](), 0
+            for batch in parquet.iter_batches(1, row_groups=full_groups):
+                records += records_in(batch)
+                read_bytes += batch.nbytes
+                if len(records) == count or read_bytes > max_bytes:
+                    break
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise _not_parquet_error(path, first_line(error), field) from error
     return list(parquet.schema_arrow.names), records

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,24 @@ def test_json_lines_of_one_key_are_records(records: list[Any], tmp_path: Path) -
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     assert [record for _, record in DataSet(str(path), field="data.path").rows([])] == records
     assert read_start(str(path), "data.path")[1] == records
+
+
+def test_long_values_of_parquet_are_read_a_few_at_a_time(tmp_path: Path) -> None:
+    """pyarrow reads 65,536 rows at once, which may repeat one long value."""
+    path, text = tmp_path / "a.parquet", "x" * (1 << 22)
+    pa.parquet.write_table(pa.table({"prompt": [text] * 9}), path, use_dictionary=False)
+    sizes = []
+
+    class File(pa.parquet.ParquetFile):
+        def iter_batches(self, *arguments: Any, **options: Any) -> Iterator[pa.RecordBatch]:
+            for batch in super().iter_batches(*arguments, **options):
+                sizes.append(batch.nbytes >> 20)
+                yield batch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pa.parquet, "ParquetFile", File)
+        assert sum(1 for _ in DataSet(str(path)).rows(["prompt"])) == 9
+        assert sizes == [12, 12, 12]
+        sizes.clear()
+        assert len(read_start(str(path), "data.path")[1]) == 1
+        assert sizes == [4]
