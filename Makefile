@@ -24,8 +24,8 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 # Of the system, as pip does: a company's proxy has an authority of its own.
 export UV_SYSTEM_CERTS ?= 1
 # uv installs in seconds where pip takes minutes. pip installs torch, because it selects the wheel
-# for this machine. Hatchling's editable install needs `editables`, which uv does not find by itself.
-INSTALL = uv pip install -q --compile-bytecode -c constraints.txt editables --python
+# for this machine.
+INSTALL = uv pip install -q --compile-bytecode -c constraints.txt --python
 
 demo: .venv/.demo  ## run a teacher, a server and a job on this machine, and print the results
 	$(BIN)/distill demo

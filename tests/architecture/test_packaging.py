@@ -57,6 +57,20 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         return set(archive.namelist())
 
 
+def test_the_editable_install_names_a_directory(tmp_path: Path) -> None:
+    """Type checkers and editors read directories, but do not run import hooks."""
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel:editable", "-d", tmp_path]
+    subprocess.run(build, check=True, capture_output=True, cwd=ROOT)
+    (path,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        contents = {name: archive.read(name).decode() for name in archive.namelist()}
+    (lines,) = (text for name, text in contents.items() if name.endswith(".pth"))
+    assert lines.splitlines() == [str(ROOT)]
+    assert not any(name.endswith(".py") for name in contents)
+    # Such a package would hide the directory of the same name in the project of a user.
+    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == PACKAGES
+
+
 def test_the_wheel_holds_five_packages(wheel: set[str]) -> None:
     top_level_names = {name.split("/")[0] for name in wheel}
     assert {name for name in top_level_names if not name.endswith(".dist-info")} == PACKAGES

@@ -1,1 +1,0 @@
-"""Benchmarks of speed, memory, size and training quality."""
