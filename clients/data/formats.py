@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from clients.data.json_array import read_elements
-from clients.data.outside import open_regular, parse_json
+from clients.data.outside import MAX_BYTES, open_regular, parse_json
 from clients.data.parquet import (
     PARQUET_MAGIC,
     Record,
@@ -43,7 +43,6 @@ FORMATS = ".jsonl, .json, .csv (also .gz, .zst) or .parquet"
 # The first records of a file, and the bytes that are read to find them.
 START_RECORDS = 8
 _START_BYTES = 1 << 20
-_MAX_CELL_CHARS = 1 << 30  # of a value of a CSV file; the module csv has the default 128 Ki
 _WILDCARD = re.compile(r"[*?\[]")
 
 
@@ -115,7 +114,7 @@ def read_records(path: str, columns: Sequence[str], field: str) -> Iterator[Reco
             yield from _read_array(stream, path, field)
         else:
             with _hint_of(path):
-                for number, line in enumerate(stream, 1):
+                for number, line in enumerate(_lines_of(stream, path, field), 1):
                     record = record_in(line, f"{path}:{number}", field)
                     if record is not None:
                         yield record
@@ -180,6 +179,20 @@ def _decompress(file: BinaryIO, path: str, compression: str, field: str) -> io.B
             hint=install_command("train"),
         ) from error
     return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(file), "zstd"))
+
+
+def _lines_of(stream: BinaryIO, path: str, field: str) -> Iterator[bytes]:
+    """Yield the lines, of at most MAX_BYTES: a small compressed file can hold one of gigabytes."""
+    number = 0
+    while line := stream.readline(MAX_BYTES + 1):
+        number += 1
+        if len(line) > MAX_BYTES:
+            raise InvalidInput(
+                f"{path}:{number} is longer than {MAX_BYTES >> 20} MiB",
+                field=field,
+                hint="write one record in each line",
+            )
+        yield line
 
 
 def _begins_with_array(stream: io.BufferedReader) -> bool:
@@ -337,9 +350,12 @@ def _csv_rows(stream: BinaryIO, path: str, field: str) -> Iterator[tuple[int, li
 
     The values are separated by semicolons or tabs if the first line has these and no comma.
     """
-    csv.field_size_limit(_MAX_CELL_CHARS)
+    csv.field_size_limit(MAX_BYTES)  # characters of a value; the module's default is 128 Ki
     encodings = chain(["utf-8-sig"], repeat("utf-8"))  # only the first line may begin with a BOM
-    lines = (line.decode(encoding) for line, encoding in zip(stream, encodings, strict=False))
+    lines = (
+        line.decode(encoding)
+        for line, encoding in zip(_lines_of(stream, path, field), encodings, strict=False)
+    )
     reader: Any = None
     try:
         first = next(lines, "")

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from clients.data.outside import parse_json
+from clients.data.outside import MAX_BYTES, parse_json
 
 _CHUNK_BYTES = 1 << 20
 _SPACES = " \t\r\n"
@@ -19,8 +19,9 @@ _MAX_LITERAL = 16
 def read_elements(stream: BinaryIO) -> Iterator[Any]:
     """Yield the elements of the JSON array in UTF-8, with or without a byte order mark.
 
-    The memory is a small multiple of the longest element. Raises ValueError as `parse_json`, with
-    the place in the whole text, but only after the elements before the error.
+    The memory is a small multiple of the longest element, which has at most MAX_BYTES. Raises
+    ValueError as `parse_json`, with the place in the whole text, but only after the elements before
+    the error.
     """
     window = _Window(stream)
     window.require("[", "Expecting value")
@@ -86,6 +87,10 @@ class _Window:
                 is_cut = is_near_end or error.msg.startswith("Unterminated string")
                 if self._is_complete or not is_cut:
                     raise self.error(error.msg, error.pos) from error
+                if len(self._text) - self.position > MAX_BYTES:
+                    raise self.error(
+                        f"element longer than {MAX_BYTES >> 20} MiB", self.position
+                    ) from error
             else:
                 # A number may be cut too, such as 1.5e-7 before its exponent.
                 if end < len(self._text) - _MAX_LITERAL or self._is_complete:

@@ -43,6 +43,16 @@ def read_parquet(path: str, columns: Sequence[str], field: str) -> Iterator[Reco
         ) from error
 
 
+def count_parquet(path: str, field: str) -> int:
+    """Return the number of rows of a Parquet file. Raises InvalidInput as `read_parquet`."""
+    import pyarrow.parquet
+
+    try:
+        return int(pyarrow.parquet.ParquetFile(path).metadata.num_rows)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _not_parquet_error(path, first_line(error), field) from error
+
+
 def _rows_per_batch(metadata: Any) -> int:
     """Return the number of rows that take about _BATCH_BYTES, without a dictionary's repetitions.
 

@@ -9,13 +9,14 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from clients.data.formats import FORMATS, files_of, read_records
+from clients.data.formats import FORMATS, files_of, read_records, suffix_of
 from clients.data.hub import hub_error
 from clients.data.outside import parse_number, parse_text
-from clients.data.parquet import Record, first_line, from_arrow
+from clients.data.parquet import Record, count_parquet, first_line, from_arrow
 from protos.errors import InvalidInput
 from protos.extras import install_command
 
@@ -52,6 +53,22 @@ class DataSet:
         """Yield the place and the record of `located`."""
         for file, row, record in self.located(columns):
             yield self.place(file, row), record
+
+    def count(self, columns: Sequence[str], most: int) -> int:
+        """Return the number of records, at most `most`. Reads no values of Parquet files.
+
+        Raises InvalidInput as `located`.
+        """
+        if not self.files:
+            return sum(1 for _ in islice(self.records(columns), most))
+        count = 0
+        for path in self.files:
+            if suffix_of(path) == ".parquet":
+                count += count_parquet(path, self.field)
+            else:
+                records = read_records(path, columns, self.field)
+                count += sum(1 for _ in islice(records, max(0, most - count)))
+        return min(most, count)
 
     def located(self, columns: Sequence[str]) -> Iterator[tuple[int, int, Record]]:
         """Yield every record in order, with the index of its file and its row in it, from 1.

@@ -15,7 +15,6 @@ import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -291,8 +290,8 @@ def _count_records(config: JobConfig, *, remote: bool) -> int:
             return 0 if is_object_url(store) else len(LogitDataset(store))
         if not isinstance(data, DataConfig) or not (remote or Path(data.path).is_file()):
             return 0
-        records = DataSet(data.path, data.name, data.split).records(data.prompt_format.columns)
-        return sum(1 for _ in islice(records, _MAX_RECORDS))
+        data_set = DataSet(data.path, data.name, data.split)
+        return data_set.count(data.prompt_format.columns, _MAX_RECORDS)
     except (DistillError, OSError):
         return 0
 

@@ -156,3 +156,26 @@ def test_long_values_of_parquet_are_read_a_few_at_a_time(tmp_path: Path) -> None
         sizes.clear()
         assert len(read_start(str(path), "data.path")[1]) == 1
         assert sizes == [4]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "b.csv"])
+def test_a_record_of_gigabytes_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compressed, it has some kilobytes."""
+    for module in ("formats", "json_array"):
+        monkeypatch.setattr(f"clients.data.{module}.MAX_BYTES", 1 << 21)
+    start = {"a.jsonl": '{"prompt": "', "a.json": '[{"prompt": "', "a.csv": "prompt\n"}
+    text = "y\n" * (1 << 21) if name == "b.csv" else "x" * (1 << 23)
+    (tmp_path / name).write_text(start.get(name, 'prompt\n"') + text)
+    with pytest.raises(InvalidInput, match=r"longer than 2 MiB|field larger than field limit"):
+        list(DataSet(str(tmp_path / name)).rows(["prompt"]))
+
+
+def test_records_are_counted_without_values(tmp_path: Path) -> None:
+    pa.parquet.write_table(pa.table({"prompt": ["x"] * 7}), tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl").write_text('{"prompt": "y"}\n\n{"prompt": "z"}\n')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(pa.parquet.ParquetFile, "iter_batches")
+        data_set = DataSet(str(tmp_path / "*"))
+        assert [data_set.count(["prompt"], most) for most in (5, 8, 20)] == [5, 8, 9]
