@@ -208,8 +208,14 @@ def test_a_server_killed_while_it_loads(make_server: MakeServer) -> None:
         assert len(client.teachers()) == 1
 
 
-def test_gpus_are_counted_and_none_waits_for_ever(make_server: MakeServer) -> None:
-    """Two GPUs: each job needs one, and one for its teacher; the second job waits for the first."""
+def test_gpus_are_counted_and_none_waits_for_ever(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two GPUs: each job needs one, and one for its teacher; the second job waits for the first.
+
+    Teachers do not get the keys of trackers.
+    """
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
     server = make_server(slots=2, gpus=2)
     with DistillClient(server.address) as client:
         with pytest.raises(InvalidInput, match="its teacher 1 more, but the server has 2"):
@@ -219,7 +225,10 @@ def test_gpus_are_counted_and_none_waits_for_ever(make_server: MakeServer) -> No
         )
         second_job = client.submit(make_taught_job("2 tells_gpus=1", "vocab=60", teacher_gpus=1))
         wait_until_running(client, first_job)
-        teacher_gpu = process_of(server, only_teacher(client)).environ()["CUDA_VISIBLE_DEVICES"]
+        teacher_environment = process_of(server, only_teacher(client)).environ()
+        assert "WANDB_API_KEY" not in teacher_environment
+        assert psutil.Process(server.card(first_job.id)["child_pid"]).environ()["WANDB_API_KEY"]
+        teacher_gpu = teacher_environment["CUDA_VISIBLE_DEVICES"]
         gpu_line = b"".join(client.logs(first_job.id)).splitlines()[0].decode()
         assert {teacher_gpu, gpu_line.removeprefix("GPUs: ")} == {"0", "1"}
         assert second_job.refresh().state is JobState.QUEUED
