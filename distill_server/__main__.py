@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from protos.program.startup import EXIT_CODE, exit_on_interrupt
+from protos.program.startup import EXIT_CODE, exit_on_interrupt, exit_unless_linux
 
 
 def main() -> None:
     """Run the command line; the entry point of `distill-server`."""
+    exit_unless_linux("distill-server")
     try:
         with exit_on_interrupt():
             from distill_server.command import app

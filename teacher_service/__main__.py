@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from protos.program.startup import EXIT_CODE, exit_on_interrupt
+from protos.program.startup import EXIT_CODE, exit_on_interrupt, exit_unless_linux
 
 
 def main() -> None:
     """Run the command line; the entry point of `distill-teacher`."""
+    exit_unless_linux("distill-teacher")
     try:
         with exit_on_interrupt():
             from teacher_service.command import app

@@ -30,6 +30,7 @@ from clients.cli.demos import demo, demo_rl
 from clients.cli.output import Output
 from clients.cli.settings import DEFAULT_SERVER, ClientSettings
 from protos.errors import DistillError, ExitCode, InternalFault, InvalidInput
+from protos.operating_system import write_utf8
 from protos.program.options import VersionOption
 
 EXIT_CODE_MEANINGS = {
@@ -130,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     `arguments` defaults to the arguments of the process.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    write_utf8()
     # A failed connection is reported here in one sentence; suppress the log lines of gRPC's core.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     # The options may not parse, so the format of errors is found by searching for the flags.

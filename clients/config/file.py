@@ -8,7 +8,7 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,6 +21,7 @@ from clients.config.tables.after import is_output, named_values, outputs_in
 from clients.data.formats import FILE_SUFFIXES, exists_here
 from clients.data.object_urls import is_object_url, redact_place
 from protos.errors import InvalidInput, NotFound
+from protos.operating_system import IS_WINDOWS
 
 MAX_BYTES = 64 << 10
 SUFFIXES = (".toml", ".yaml", ".yml")
@@ -251,10 +252,17 @@ def references_of(config: AnyJob) -> list[tuple[str, str]]:
 def localized(config: AnyJob) -> AnyJob:
     """Return the job with absolute paths for all files that exist on this machine.
 
-    A server needs absolute paths, because it has another working directory.
+    A server needs absolute paths, because it has another working directory. Raises InvalidInput on
+    Windows, whose paths no server can read.
     """
     for dotted, name in named_files(config):
         if exists_here(name):
+            if IS_WINDOWS:
+                raise InvalidInput(
+                    f"{name} is a file of this machine, and Windows paths name nothing on a server",
+                    field=dotted,
+                    hint="send the file with distill submit --upload, or give a path of the server",
+                )
             config = replaced(config, dotted, str(Path(name).absolute()))
     return config
 
@@ -283,12 +291,20 @@ def named_files(config: AnyJob) -> list[tuple[str, str]]:
 def is_file_name(name: str) -> bool:
     """Return whether a name can only be a path, and no hub id, even if the path does not exist.
 
-    Such a name has a file suffix, a leading "/", "./", "../" or "~", more than one "/", or an
-    existing directory before the "/". Raises OSError if this directory cannot be accessed.
+    Such a name has a file suffix, a leading "/", "./", "../" or "~", a "\\", more than one "/", or
+    an existing directory before the "/". Raises OSError if this directory cannot be accessed.
     """
     has_suffix = name.endswith((*FILE_SUFFIXES, ".py", ".jinja"))
-    is_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+    is_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or "\\" in name
     return has_suffix or is_path or ("/" in name and Path(name).parent.is_dir())
+
+
+def is_absolute(name: str) -> bool:
+    """Return whether a path is absolute on Linux or on Windows.
+
+    A client on Windows names files of a server on Linux, and may send the names of its own files.
+    """
+    return PurePosixPath(name).is_absolute() or PureWindowsPath(name).is_absolute()
 
 
 def similar_path(path: Path) -> str:

@@ -18,6 +18,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from protos.operating_system import NON_BLOCKING
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -91,7 +93,7 @@ def parse_ids(value: object) -> NDArray[np.int32]:
 
 def open_regular(path: Path) -> BinaryIO:
     """Open a file for reading, without blocking. Raises OSError if it is not a regular file."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | NON_BLOCKING)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))

@@ -43,7 +43,8 @@ def table_html(values: Iterable[tuple[str, str]]) -> str:
 def _read_style(*names: str) -> str:
     folder = files("clients.html")
     return "".join(
-        folder.joinpath(name).read_text() for name in ("report.css", "preview.css", *names)
+        folder.joinpath(name).read_text(encoding="utf-8")
+        for name in ("report.css", "preview.css", *names)
     )
 
 

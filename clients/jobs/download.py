@@ -15,6 +15,7 @@ from typing import BinaryIO
 from clients.runs.file_system import fsync_directory
 from protos import distill_pb2 as pb
 from protos.errors import Corrupt, InvalidInput
+from protos.operating_system import IS_WINDOWS
 
 _COPIED_BYTES = 8 << 20
 
@@ -106,13 +107,18 @@ class Download:
         """
         if self._file is not None or self._files == 0:
             raise Corrupt("the download ended before the last file did", hint="try again")
+        if self._destination.exists():  # empty; Windows replaces no directory
+            self._destination.rmdir()
         self._partial.rename(self._destination)
         fsync_directory(self._destination.parent)
         return self._destination
 
     def _open(self, path: str) -> None:
         relative = PurePosixPath(path)
-        if relative.is_absolute() or not relative.parts or ".." in relative.parts or "\0" in path:
+        is_outside = relative.is_absolute() or not relative.parts or ".." in relative.parts
+        # On Windows, "a\\..\\..\\b" and "C:b" are such paths too.
+        is_outside |= IS_WINDOWS and (":" in path or "\\" in path)
+        if is_outside or "\0" in path:
             raise Corrupt(f"the server sent a path outside the artifact: {path!r}")
         target = self._partial / relative
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -130,7 +130,7 @@ def is_run_directory(text: str) -> bool:
 
 def _read_mapping(path: Path) -> dict[str, str]:
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return (
@@ -150,7 +150,7 @@ def _read_preview(path: Path) -> Preview | None:
 def _read_objects(path: Path) -> list[Mapping[str, Any]]:
     """Return the lines that are JSON objects. The last line may be incomplete after a kill."""
     values = []
-    for line in path.read_text(errors="replace").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             values.append(json.loads(line))
         except ValueError:

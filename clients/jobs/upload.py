@@ -11,7 +11,7 @@ from typing import TypeAlias, TypeVar
 
 import grpc
 
-from clients.config.file import is_file_name, named_files, replaced, similar_path
+from clients.config.file import is_absolute, is_file_name, named_files, replaced, similar_path
 from clients.config.kinds import AnyJob
 from clients.data.formats import FILE_SUFFIXES, exists_here, files_of, is_pattern
 from clients.data.models.files import MODEL_KEYS, list_model_files
@@ -234,10 +234,9 @@ class _Upload:
 
 def _refuse_missing(key: str, name: str) -> None:
     """Raise InvalidInput for a name that does not exist here and can only be a local file."""
-    path = Path(name)
-    if path.is_absolute() or not is_file_name(name):
+    if is_absolute(name) or not is_file_name(name):
         return
-    similar = similar_path(path)
+    similar = similar_path(Path(name))
     raise InvalidInput(
         f"{name} does not exist on this machine",
         field=key,
@@ -276,7 +275,7 @@ def _list_matches(key: str, pattern: str) -> LocalFiles:
         place = place.parent
     source_by_path = {f"{place.name}/{f.relative_to(place).as_posix()}": f for f in files}
     _check_names(key, place, source_by_path)
-    return LocalFiles(key, place, source_by_path, str(Path(pattern).relative_to(place)))
+    return LocalFiles(key, place, source_by_path, Path(pattern).relative_to(place).as_posix())
 
 
 def _check_names(key: str, place: Path, source_by_path: Mapping[str, Path]) -> None:

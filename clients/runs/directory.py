@@ -113,12 +113,12 @@ class RunDirectory:
         run = cls(path)
         run.path.mkdir(parents=True, mode=0o700)
         if config_text:
-            (run.path / f"job{suffix}").write_text(config_text)
+            (run.path / f"job{suffix}").write_text(config_text, encoding="utf-8")
         resolved = config.model_dump_json(indent=2) + "\n"
         if durable:
             replace_file(run.job_json, resolved)
         else:
-            run.job_json.write_text(resolved)
+            run.job_json.write_text(resolved, encoding="utf-8")
         return run
 
     @property
@@ -234,7 +234,7 @@ class RunDirectory:
         Waits _LOCK_SECONDS for a killed program to exit. Raises WrongState if another process on
         this machine holds the lock after that.
         """
-        with (self.path / ".trainer.lock").open("a") as lock:
+        with (self.path / ".trainer.lock").open("a", encoding="utf-8") as lock:
             deadline = time.monotonic() + _LOCK_SECONDS
             while not _try_lock(lock, self.path / ".trainer.lock"):
                 if time.monotonic() > deadline:
@@ -265,7 +265,7 @@ def replace_file(path: Path, text: str) -> None:
     """
     # Threads of one server may write the same file at the same time.
     partial = path.with_name(f".{path.name}.{threading.get_native_id()}.tmp")
-    with partial.open("w") as file:
+    with partial.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

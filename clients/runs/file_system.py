@@ -8,7 +8,6 @@ directory. After a trainer exits, its shim or `distill run` deletes unlocked dir
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from protos.errors import InvalidInput
+from protos.operating_system import lock, sync_directory
 
 # Errors of file systems that cannot sync a directory or have no locks.
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -35,14 +35,11 @@ def fsync_directory(path: Path) -> None:
     """Sync new and renamed entries of the directory `path` to disk, if the file system supports
     this.
     """
-    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        sync_directory(path)
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
-    finally:
-        os.close(descriptor)
 
 
 def lock_file(file: IO[str] | int, path: Path, *, wait: bool) -> None:
@@ -52,7 +49,7 @@ def lock_file(file: IO[str] | int, path: Path, *, wait: bool) -> None:
     if the file system does not support locks.
     """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        lock(file if isinstance(file, int) else file.fileno(), wait=wait)
     except OSError as error:
         if error.errno not in (*_UNSUPPORTED, errno.ENOLCK):
             raise
@@ -93,16 +90,16 @@ def delete_abandoned() -> None:
     """Delete this user's directories in memory whose trainers have exited."""
     for directory in MEMORY_DISK.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # the lock is held, or another user owns the directory
-            lock = _lock_directory(directory)
+            descriptor = _lock_directory(directory)
             shutil.rmtree(directory, ignore_errors=True)
-            os.close(lock)
+            os.close(descriptor)
 
 
 def _lock_directory(root: Path) -> int:
     """Lock a directory and return its descriptor. Raises OSError if another process holds it."""
-    descriptor = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(root, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(descriptor, wait=False)
     except OSError:
         os.close(descriptor)
         raise

@@ -52,7 +52,7 @@ class MetricsLog:
         self._path = run.metrics
         lines = _read_lines_up_to(run, last_step)
         replace_file(self._path, "".join(lines))
-        self._file = self._path.open("a")
+        self._file = self._path.open("a", encoding="utf-8")
         self._trackers = trackers
 
     def write(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
@@ -87,7 +87,7 @@ def _read_lines_up_to(run: RunDirectory, last_step: int | None) -> list[str]:
     if last_step is None or not run.metrics.exists():
         return []
     lines = []
-    for line in run.metrics.read_text().splitlines(keepends=True):
+    for line in run.metrics.read_text(encoding="utf-8").splitlines(keepends=True):
         # A killed process may have left an incomplete last line.
         step = _step_of(line) if line.endswith("\n") else None
         if step is None:

@@ -21,6 +21,7 @@ from typing import IO
 
 from clients.runs.file_system import lock_file
 from protos.errors import InvalidInput
+from protos.operating_system import IS_WINDOWS
 
 LOCK = "lock"
 UNUSED_DAYS = 30
@@ -42,7 +43,7 @@ def locked_entry(directory: Path) -> Iterator[None]:
     """
     lock = _wait_for_lock(directory)
     is_over = threading.Event()
-    beat = threading.Thread(target=_beat, args=(lock.fileno(), is_over), daemon=True)
+    beat = threading.Thread(target=_beat, args=(directory / LOCK, is_over), daemon=True)
     try:
         beat.start()
         yield
@@ -52,10 +53,10 @@ def locked_entry(directory: Path) -> Iterator[None]:
         lock.close()
 
 
-def _beat(descriptor: int, is_over: threading.Event) -> None:
+def _beat(path: Path, is_over: threading.Event) -> None:
     while not is_over.wait(_BEAT_SECONDS):
         with suppress(OSError):
-            os.utime(descriptor)
+            os.utime(path)
 
 
 def _wait_for_lock(directory: Path) -> IO[str]:
@@ -66,13 +67,13 @@ def _wait_for_lock(directory: Path) -> IO[str]:
     while True:
         directory.mkdir(parents=True, exist_ok=True)
         try:
-            lock = path.open("a")
+            lock = path.open("a", encoding="utf-8")
         except FileNotFoundError:  # the directory was deleted again
             continue
         try:
             lock_file(lock, path, wait=False)
             if _is_at(lock, path):
-                os.utime(lock.fileno())
+                os.utime(path)
                 return lock
             lock.close()  # the directory was deleted before the lock was taken
             continue
@@ -110,9 +111,11 @@ def delete_entry(directory: Path) -> bool:
     Processes that have a file of the directory open can still read the file.
     """
     try:
-        with (directory / LOCK).open("a") as lock:
+        with (directory / LOCK).open("a", encoding="utf-8") as lock:
             with suppress(InvalidInput):  # without locks, no process uses the directory
                 lock_file(lock, directory / LOCK, wait=False)
+            if IS_WINDOWS:  # which renames no directory with an open file
+                return _delete_files(directory)
             # Rename the directory first: another process may create a new directory at the old
             # path.
             deleted = directory.with_name(f".deleted-{os.getpid()}-{directory.name[-64:]}")
@@ -122,6 +125,17 @@ def delete_entry(directory: Path) -> bool:
         return False
     except OSError as error:
         log.warning("cannot delete %s: %s", directory, error)
+    return True
+
+
+def _delete_files(directory: Path) -> bool:
+    """Delete the files of a directory except for its lock; False if a process reads one."""
+    try:
+        for path in directory.iterdir():
+            if path.name != LOCK:
+                path.unlink()
+    except PermissionError:
+        return False
     return True
 
 

@@ -60,7 +60,7 @@ def on_disk(place: Path | str) -> Path:
     manifest = parse_manifest(data, str(place))
     copy = create_cache() / "stores" / hashlib.sha256(data).hexdigest()
     copy.mkdir(parents=True, exist_ok=True)
-    with (copy / "lock").open("w") as lock:
+    with (copy / "lock").open("w", encoding="utf-8") as lock:
         lock_file(lock, copy / "lock", wait=True)
         missing = [facts for facts in manifest.shards if not _is_copied(copy, facts)]
         if missing:
@@ -74,7 +74,7 @@ def on_disk(place: Path | str) -> Path:
                     f"shard {facts.name} of {place} is damaged or missing",
                     hint=f"run distill store verify {place} to list all damage",
                 )
-            partial.rename(copy / facts.name)
+            partial.replace(copy / facts.name)
         write_synced(copy / MANIFEST, data)
     return copy
 
@@ -116,7 +116,7 @@ def _copy_files(key: str, url: str) -> Path:
     copy = create_cache() / "files" / identity
     place = copy / name
     (place if is_model else copy).mkdir(parents=True, exist_ok=True)
-    with (copy / "lock").open("w") as lock:
+    with (copy / "lock").open("w", encoding="utf-8") as lock:
         lock_file(lock, copy / "lock", wait=True)
         for file in sorted(facts):
             path = place / file if is_model else place
@@ -125,7 +125,7 @@ def _copy_files(key: str, url: str) -> Path:
                 path.parent.mkdir(exist_ok=True)
                 partial = path.with_name(f"{path.name}.tmp")
                 folder.digest(file, partial)
-                partial.rename(path)
+                partial.replace(path)
     return place
 
 
@@ -150,7 +150,7 @@ def cache_directory() -> Path:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:
         raise InvalidInput(
-            f"user {os.getuid()} has no home directory for the cache",
+            "this user has no home directory for the cache",
             hint="set XDG_CACHE_HOME to a directory that can be written",
         ) from error
     return caches / "distill"

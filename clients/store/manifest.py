@@ -133,11 +133,11 @@ def lock_store(path: Path) -> int:
     """
     while True:
         path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             lock_file(lock, path / "lock", wait=False)
             if os.path.samestat(os.fstat(lock), os.stat(path / "lock")):
-                os.utime(lock)  # records the time of last use of the store
+                os.utime(path / "lock")  # records the time of last use of the store
                 return lock
         except BlockingIOError as error:
             os.close(lock)

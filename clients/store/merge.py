@@ -111,5 +111,5 @@ def _link_or_copy(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
-        with target.open("rb") as stream:
+        with target.open("r+b") as stream:
             os.fsync(stream.fileno())

@@ -33,6 +33,7 @@ from clients.data.records import DataSet
 from clients.store.cache_entries import LOCK, delete_all, delete_unused, locked_entry
 from clients.store.copies import cache_directory, create_cache
 from protos.errors import Corrupt, InvalidInput
+from protos.operating_system import write_at
 
 _VERSION = 1  # of the files, and of the checks
 _FILE, _FACTS = "records.arrow", "facts.json"
@@ -173,7 +174,7 @@ def _open(data_set: DataSet, directory: Path) -> CachedRecords | None:
     import pyarrow
 
     try:
-        facts = json.loads((directory / _FACTS).read_text())
+        facts = json.loads((directory / _FACTS).read_text(encoding="utf-8"))
         file = directory / _FILE
         if file.stat().st_size != facts["bytes"]:
             raise ValueError("has another size")
@@ -210,7 +211,7 @@ def _make(data_set: DataSet, columns: Sequence[str], directory: Path, root: Path
                 file.write_batch(batch)
                 count += batch.num_rows
                 has_bytes |= batch_has_bytes
-        with partial.open("rb") as file:
+        with partial.open("r+b") as file:
             os.fsync(file.fileno())
         if _content_key(data_set, columns, root) != directory.name:
             raise InvalidInput(
@@ -219,7 +220,7 @@ def _make(data_set: DataSet, columns: Sequence[str], directory: Path, root: Path
                 hint="start the job again when the file is complete",
             )
         size = partial.stat().st_size
-        partial.rename(directory / _FILE)
+        partial.replace(directory / _FILE)
         facts = {"records": count, "bytes": size, "has_bytes": has_bytes}
         _replace(directory / _FACTS, json.dumps(facts))
     finally:
@@ -268,7 +269,7 @@ def _read_batches(data_set: DataSet, columns: Sequence[str]) -> Iterator[tuple[A
 def _replace(path: Path, text: str) -> None:
     """Write a small file atomically. After a power cut it may be missing, which costs time."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    partial.write_text(text)
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 
@@ -358,7 +359,7 @@ def _memo_of(data_set: DataSet, root: Path) -> Path:
 def _read_memo(memo: Path, stats: Sequence[object]) -> str:
     """Return the remembered hash of files with these stats; "" if there is none."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        known = json.loads(memo.read_text())
+        known = json.loads(memo.read_text(encoding="utf-8"))
         return str(known["fingerprint"]) if known["stats"] == stats else ""
     return ""
 
@@ -373,7 +374,7 @@ def read_check(records: CachedRecords, key: str) -> Mapping[str, int] | None:
     if records.directory is None:
         return None
     try:
-        stored = json.loads((records.directory / f"checks-{key}.json").read_text())
+        stored = json.loads((records.directory / f"checks-{key}.json").read_text(encoding="utf-8"))
         text = json.dumps(stored["result"], sort_keys=True)
         return stored["result"] if zlib.crc32(text.encode()) == stored["checksum"] else None
     except (OSError, ValueError, KeyError, TypeError):
@@ -409,7 +410,7 @@ class States:
             return
         with suppress(OSError):
             path = records.directory / f"states-{key}.u8"
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             stored = np.fromfile(path, np.uint8, len(self.values))
             self.values[: len(stored)] = stored
 
@@ -425,7 +426,7 @@ class States:
         self.values[index] = value
         if self._descriptor is not None:
             with suppress(OSError):  # a full disk costs the next attempt time
-                os.pwrite(self._descriptor, bytes([value]), index)
+                write_at(self._descriptor, bytes([value]), index)
 
 
 def cached_sizes() -> dict[str, int]:

@@ -164,7 +164,7 @@ def write_synced(path: Path, data: bytes) -> None:
             failpoint("file-written")
             os.fsync(stream.fileno())
         failpoint("file-synced")
-        temporary.rename(path)
+        temporary.replace(path)
         failpoint("file-renamed")
     except BaseException:
         temporary.unlink(missing_ok=True)

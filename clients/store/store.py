@@ -219,7 +219,7 @@ class LogitStore:
         self._write_manifest(self._facts)
         for name in self.unreadable:
             with suppress(FileNotFoundError):
-                (self.path / name).rename(self.path / (name + _DAMAGED_SUFFIX))
+                (self.path / name).replace(self.path / (name + _DAMAGED_SUFFIX))
 
     def _open_all(self, metadata: dict[str, str]) -> Manifest:
         manifest = self._read_manifest(metadata)

@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 
 from protos.errors import InvalidInput
+from protos.operating_system import IS_WINDOWS
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def read_file(path: Path, field: str, *, secret: int = 0) -> bytes:
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            if mode & secret:
+            if mode & secret and not IS_WINDOWS:  # which has no modes
                 raise InvalidInput(
                     f"{path} can be read by other users (mode {mode & 0o777:o})",
                     field=field,

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from protos.errors import InvalidInput
+from protos.operating_system import count_cores, require_linux
 
 
 @contextmanager
@@ -23,6 +27,15 @@ def errors_as_exit() -> Iterator[None]:
         raise typer.Exit(error.exit_code) from error
 
 
+def exit_unless_linux(program: str) -> None:
+    """Exit with one sentence on another system than Linux."""
+    try:
+        require_linux(program)
+    except InvalidInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(int(error.exit_code))
+
+
 def require_packages(extra: str, program: str, only: Collection[str] | None = None) -> None:
     """Exit with the install command if a package of `extra`, or of `only`, is not installed."""
     from protos.extras import require_extra
@@ -36,7 +49,7 @@ def set_threads(threads: int | None) -> None:
 
     Call it before torch is imported, because torch reads the number only once.
     """
-    half = max(1, len(os.sched_getaffinity(0)) // 2)
+    half = max(1, count_cores() // 2)
     os.environ["OMP_NUM_THREADS"] = str(threads or os.environ.get("OMP_NUM_THREADS") or half)
 
 

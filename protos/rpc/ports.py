@@ -58,7 +58,7 @@ def describe_listener(port: int) -> str:
         with suppress(OSError):
             if str(descriptor.readlink()) == socket_link:
                 process = descriptor.parents[1]
-                program = (process / "comm").read_text().strip()
+                program = (process / "comm").read_text(encoding="utf-8").strip()
                 directory = (process / "cwd").readlink()
                 return f"{program} (process {process.name} of {user}, in {directory})"
     return f"a process of {user}"
@@ -68,7 +68,7 @@ def _listening_socket(port: int) -> tuple[int, str]:
     """Return the user id and the link of the socket that listens on a port, or (0, "")."""
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with suppress(OSError):
-            for line in Path(table).read_text().splitlines()[1:]:
+            for line in Path(table).read_text(encoding="utf-8").splitlines()[1:]:
                 _, local, _, state, _, _, _, uid, _, inode, *_ = line.split()
                 if state == _LISTEN and int(local.rpartition(":")[2], 16) == port:
                     return int(uid), f"socket:[{inode}]"
@@ -78,7 +78,7 @@ def _listening_socket(port: int) -> tuple[int, str]:
 def _outgoing_range() -> tuple[int, int]:
     """Return the first and the last port of outgoing connections."""
     try:
-        first_port, last_port = map(int, _RANGE_FILE.read_text().split())
+        first_port, last_port = map(int, _RANGE_FILE.read_text(encoding="utf-8").split())
     except OSError:  # not Linux: use the range of IANA
         return 49_152, 65_535
     return first_port, last_port

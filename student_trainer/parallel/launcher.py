@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 
 _PR_SET_PDEATHSIG = 1
 
@@ -27,11 +28,14 @@ def end_with_launcher() -> None:
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Make the kernel kill this process (SIGKILL) when its parent exits. Linux only.
+    """Make the kernel kill this process (SIGKILL) when its parent exits. Other systems
+    than Linux cannot do this.
 
     `parent`: process id of the parent. If the parent has already exited, this process exits at
     once.
     """
+    if sys.platform != "linux":
+        return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         signal.raise_signal(signal.SIGKILL)

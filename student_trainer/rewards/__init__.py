@@ -7,7 +7,6 @@ Rewards that only match text run in this process. Every other reward runs in chi
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import LifoQueue
@@ -16,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from clients.config.tables.reward import HARMLESS, LengthPenalty, RewardConfig
+from protos.operating_system import count_cores
 from student_trainer.rewards.judge import Judge, ScoringFailed
 from student_trainer.rewards.sample import RewardSample, Scores
 from student_trainer.rewards.scorers import RewardScorer, make_scorer
@@ -113,7 +113,7 @@ def make_rewards(config: RewardConfig, *, processes: int = 1) -> Rewards:
     `processes`: the number of trainer processes that share the cores. Raises InvalidInput if a
     package, a task or the user's file cannot be used.
     """
-    cores = len(os.sched_getaffinity(0)) // processes
+    cores = count_cores() // processes
     return Rewards(config, min(max(cores, 1), _MAX_JUDGES))
 
 

@@ -21,6 +21,7 @@ from clients.preflight.rollouts import check_gpus, gpus_here
 from clients.runs.launch import rollouts_command
 from clients.runs.started_services import PLACED_VARIABLE
 from protos.errors import DistillError, InvalidInput, Unavailable
+from protos.operating_system import count_cores
 from protos.rpc.ports import free_ports
 from student_trainer.parallel.launcher import is_main_process
 from student_trainer.rollout_client.placed_services import PlacedServices
@@ -151,7 +152,7 @@ def share_threads(config: AnyTraining, rollouts: RolloutsConfig) -> int:
     Sets $OMP_NUM_THREADS, which torch reads once, when it is imported. Without a lag, engines and
     trainer alternate, so both use all threads. Returns the total threads of the engines.
     """
-    own_threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+    own_threads = int(os.environ.get("OMP_NUM_THREADS") or count_cores())
     total_threads = own_threads * config.train.processes
     if not rollouts.lag:
         return total_threads

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from protos.program.startup import EXIT_CODE, exit_on_interrupt
+from protos.program.startup import EXIT_CODE, exit_on_interrupt, exit_unless_linux
 
 
 def main() -> None:
     """Run the command line; the entry point of `distill-rollouts`."""
+    exit_unless_linux("distill-rollouts")
     try:
         with exit_on_interrupt():
             from student_trainer.rollout_service.command import app

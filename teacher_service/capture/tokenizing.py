@@ -26,6 +26,7 @@ from clients.data.template_parts import TemplateParts
 from clients.data.tokens import loading
 from clients.data.tokens.answers import answered_ids, completion_ids
 from protos.errors import InternalFault, InvalidInput
+from protos.operating_system import count_cores
 
 # The location of a record in the data, for messages, and the record.
 LocatedRecord = tuple[str, Mapping[str, Any]]
@@ -225,7 +226,7 @@ def encode_records(
     Raises the error of `encode` for the first invalid record, and InternalFault if a process is
     killed.
     """
-    count = processes or len(os.sched_getaffinity(0))
+    count = processes or count_cores()
     chunks = iter(lambda: list(islice(records, _CHUNK_RECORDS)), [])
     for chunk in chunks if count == 1 else islice(chunks, _CHUNKS_BEFORE_PROCESSES):
         yield encoder.encode(chunk)

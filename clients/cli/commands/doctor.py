@@ -131,7 +131,7 @@ def _check_torch() -> Check:
         return Check("torch", "not installed; only the teacher and the trainer need this package")
     # In a process of its own, so that this process does not import torch.
     probe = subprocess.run(
-        [sys.executable, "-P", "-c", TORCH_PROBE], capture_output=True, text=True
+        [sys.executable, "-P", "-c", TORCH_PROBE], capture_output=True, text=True, encoding="utf-8"
     )
     if probe.returncode:
         last_line = (probe.stderr.strip().splitlines() or ["no output"])[-1]

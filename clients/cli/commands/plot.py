@@ -142,5 +142,5 @@ def report(
     (record,) = records_of(settings, [job], with_notes=True)
     page = page or Path(f"{record.job.id}.html")
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(report_page(record))
+    page.write_text(report_page(record), encoding="utf-8")
     settings.output.result({"path": str(page)}, str(page))

@@ -82,7 +82,8 @@ def preview(
     document = parse_reply(reply, "the preview")
     if page is not None:
         page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(preview_page(config.name, parse_preview(document)))
+        text = preview_page(config.name, parse_preview(document))
+        page.write_text(text, encoding="utf-8")
         output.result({"path": str(page)}, str(page))
     elif output.as_json:
         print(document.strip())

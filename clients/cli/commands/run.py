@@ -14,6 +14,7 @@ from clients.cli.commands.jobs import max_steps_of
 from clients.cli.output import Output
 from clients.cli.settings import NameOption, SetOption, overrides, settings_of
 from protos.errors import ExitCode, InvalidInput, Unavailable, WrongState, error_of
+from protos.operating_system import require_linux
 
 if TYPE_CHECKING:
     from clients.config.file import JobFile
@@ -47,6 +48,7 @@ def run(
 
     Ctrl-C stops the job after a checkpoint; a second Ctrl-C kills it.
     """
+    require_linux("distill run")
     output = settings_of(context).output
     if bool(job) == bool(resume):
         raise InvalidInput("give either a job file or --resume DIR", hint="see distill run --help")
@@ -293,6 +295,7 @@ def capture(
     An interrupted capture resumes at the first incomplete shard of the store: run the command again
     with the same --store, or use `distill run --resume DIR`.
     """
+    require_linux("distill capture")
     capture_overrides = ["method.type=capture"]
     capture_overrides += [f"method.store={store}"] if store else []
     capture_overrides += [f"method.shard={shard}"] if shard else []

@@ -138,12 +138,13 @@ def _print_server_paths(output: Output, configs: Sequence[AnyJob], *, are_absolu
     `are_absolute`: print the absolute paths; else the relative ones, which the server looks up in
     its own working directory.
     """
+    from clients.config.file import is_absolute
     from clients.jobs.upload import paths_of_server
 
     place = "on this machine" if are_absolute else f"in {Path.cwd()}"
     missing_paths = [entry for config in configs for entry in paths_of_server(config)]
     for key, path, similar in dict.fromkeys(missing_paths):  # once for all jobs of a sweep
-        if Path(path).is_absolute() is are_absolute:
+        if is_absolute(path) is are_absolute:
             suggestion = f"; did you mean {similar}?" if similar else ""
             output.say(f"{key}: {path} is not {place}: taken as a path of the server{suggestion}")
 

@@ -17,6 +17,7 @@ from clients.cli.output import Output
 from clients.cli.settings import settings_of
 from protos.errors import DistillError, ExitCode, InternalFault, InvalidInput
 from protos.extras import require_extra
+from protos.operating_system import require_linux
 
 if TYPE_CHECKING:
     from clients.cli.demos.services import Services
@@ -79,6 +80,7 @@ def demo(
     """Try a distillation on this machine, with teacher and server. Takes minutes, needs no GPU."""
     from clients.cli.demos.services import Services
 
+    require_linux("distill demo")
     require_extra("teacher,train", "distill demo")
     output = settings_of(context).output
     directory = Path(runs).absolute()
@@ -92,7 +94,9 @@ def demo(
             server = services.listen("server", fill_directories(SERVER, directory))
         config, progress = _train_student(directory, server, teacher, overrides or [], output)
         summary = _summarize(config, progress, accuracy, time.monotonic() - started_at)
-        (directory / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")
+        (directory / "summary.json").write_text(
+            json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8"
+        )
         _print_summary(output, summary, directory)
         if keep:
             _wait_for_interrupt(output, server)

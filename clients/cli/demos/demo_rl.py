@@ -15,6 +15,7 @@ from clients.cli.output import Output
 from clients.cli.settings import settings_of
 from protos.errors import ExitCode
 from protos.extras import require_extra
+from protos.operating_system import require_linux
 
 JOB = Path(__file__).with_name("demo_rl_job.toml")
 TRAIN = (
@@ -47,6 +48,7 @@ def demo_rl(
     """Try training from rewards on this machine. Takes minutes, needs no GPU."""
     from clients.cli.demos.services import Services
 
+    require_linux("distill demo-rl")
     require_extra("teacher,train", "distill demo-rl")
     output = settings_of(context).output
     directory = Path(runs).absolute()
@@ -58,14 +60,18 @@ def demo_rl(
         with output.stage("training the student from rewards"):
             services.run("train", fill_directories((*TRAIN, *changes), directory))
     summary = _summarize(directory / "jobs", time.monotonic() - started_at)
-    (directory / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")
+    (directory / "summary.json").write_text(
+        json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8"
+    )
     _print_summary(output, summary)
     return ExitCode.OK
 
 
 def _summarize(jobs: Path, seconds: float) -> RLDemoSummary:
     (metrics,) = jobs.glob("*/metrics.jsonl")
-    lines: list[dict[str, Any]] = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines: list[dict[str, Any]] = [
+        json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()
+    ]
     first_metrics, last_metrics = lines[0], lines[-1]
     return RLDemoSummary(
         accuracy_before=first_metrics["eval/accuracy"],

@@ -57,7 +57,7 @@ class Services:
             self._running.remove(process)
         if code:
             raise self._failure(name, f"ended with exit code {code}")
-        return self._log_file(name).read_text(errors="replace")
+        return self._log_file(name).read_text(encoding="utf-8", errors="replace")
 
     def listen(self, name: str, arguments: Sequence[str]) -> str:
         """Start a server, wait for its line "NAME listening on HOST:PORT", and return HOST:PORT.
@@ -67,7 +67,9 @@ class Services:
         process = self._start_process(name, arguments)
         deadline = time.monotonic() + SECONDS_TO_LISTEN
         while time.monotonic() < deadline:
-            for line in self._log_file(name).read_text(errors="replace").splitlines():
+            for line in (
+                self._log_file(name).read_text(encoding="utf-8", errors="replace").splitlines()
+            ):
                 _, prefix, address = line.partition(f"{name} listening on ")
                 if prefix:
                     return address.strip()

@@ -162,7 +162,7 @@ def _wait_for_address(process: subprocess.Popen[bytes], file: Path) -> str:
     """Wait, without a time limit, until the teacher listens: loading a model can take long."""
     while True:
         has_ended = process.poll() is not None
-        log_text = file.read_text(errors="replace")
+        log_text = file.read_text(encoding="utf-8", errors="replace")
         if match := _LISTENS.search(log_text):
             return match[1]
         if has_ended:
