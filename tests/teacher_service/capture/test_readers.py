@@ -54,7 +54,7 @@ def test_datasets_of_hugging_face(captured_store: Path) -> None:
 # Trainer asks for pinned memory wherever it runs.
 @pytest.mark.filterwarnings("ignore:.pin_memory. argument is set:UserWarning")
 def test_the_example_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code of docs/capture.md, as it stands there."""
+    """The code of docs/python.md, as it stands there."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -69,7 +69,7 @@ def test_the_example_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     changes = {"teacher__model": str(teacher), "teacher__engine": "hf", "teacher__top_k": 8}
     _, store = capture_here(tmp_path / "run", job(data, teacher, **changes))
     store.rename(tmp_path / "store")
-    (block,) = blocks("docs/capture.md", "trainer")
+    (block,) = blocks("docs/python.md", "own-trainer")
     example = block.body
     # A model of 32 dimensions learns faster.
     assert example.count("learning_rate=1e-5") == example.count("num_train_epochs=3") == 1
