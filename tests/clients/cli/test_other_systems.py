@@ -20,6 +20,7 @@ from tests.clients.cli.other_system_session import all_commands
 from tests.distill_server.conftest import Server, make_server, server  # noqa: F401
 from tests.other_system import environment, names_on
 
+NAME = "gr\u00f6\u00dfe \u2192 \u6a21"
 NAMES = {"darwin": "macOS", "win32": "Windows"}
 LINUX = {
     "run": "run job.toml",
@@ -39,7 +40,7 @@ CLIENT = [
     ("config show job.toml", 0),
     ("config schema", 0),
     ("plan job.toml", 0),
-    ("pair {models}/teacher {models}/student --data daten-ü.jsonl", 0),
+    ("pair {models}/teacher {models}/student --data daten-\u00fc.jsonl", 0),
     ("submit server.toml --dry-run", 0),
     ("submit job.toml", 0),
     ("submit job.toml --upload --follow", 0),
@@ -73,7 +74,10 @@ CLIENT = [
     ("teacher ls", 0),
     ("teacher info {unused}", int(ExitCode.UNREACHABLE)),
     ("doctor", 0),
-    ("eval m --reward f1 --data daten-ü.jsonl --endpoint http://{unused}/v1 --patience 0.1", 4),
+    (
+        "eval m --reward f1 --data daten-\u00fc.jsonl --endpoint http://{unused}/v1 --patience 0.1",
+        4,
+    ),
 ]
 ELSEWHERE = ["preview"]  # needs torch: test_programs_with_torch
 
@@ -115,15 +119,17 @@ def test_every_command(
 ) -> None:
     covered = {command.split()[0]: command for command, _ in CLIENT} | LINUX
     assert {command[0] for command in all_commands()} - {*covered, *ELSEWHERE} == set()
-    (tmp_path / "daten-ü.jsonl").write_text('{"prompt": "größer?", "answer": "→ ja 模"}\n' * 20)
+    (tmp_path / "daten-\u00fc.jsonl").write_text(
+        '{"prompt": "gr\u00f6\u00dfer?", "answer": "\u2192 ja \u6a21"}\n' * 20
+    )
     (tmp_path / "empty").mkdir()
     (tmp_path / "python" / "torch").mkdir(parents=True)
     (tmp_path / "python" / "torch" / "__init__.py").write_text(
         "import types\n__version__ = '2'\ncuda = types.SimpleNamespace(is_available=lambda: False)"
     )
     (tmp_path / "job.toml").write_text(
-        f'name = "größe → 模"\nstudent.model = "{MODELS}/student"\nmax_steps = 6\n'
-        'data.path = "daten-ü.jsonl"\nmethod.type = "sft"\n',
+        f'name = "{NAME}"\nstudent.model = "{MODELS}/student"\nmax_steps = 6\n'
+        'data.path = "daten-\u00fc.jsonl"\nmethod.type = "sft"\n',
         encoding="utf-8",
     )
     (tmp_path / "server.toml").write_text(
@@ -141,9 +147,9 @@ def test_every_command(
             assert "send the file with distill submit --upload" in text
         else:
             assert code == expected, f"{command}: {text}"
-    assert "größe → 模" in results[CLIENT.index(("ls", 0))][1]
+    assert NAME in results[CLIENT.index(("ls", 0))][1]
     page = (tmp_path / "report.html").read_text("utf-8")
-    assert "größe → 模" in page
+    assert NAME in page
 
 
 def test_programs_that_need_linux(system: str, tmp_path: Path) -> None:
