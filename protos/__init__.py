@@ -7,7 +7,8 @@ common parts of services (options, logging, metrics pages, an HTTP server, the p
 import os
 
 # gRPC restarts its poller in every forked child. Python may have closed the poller's descriptor
-# there: the child then prints a line of gRPC's log and aborts before it runs its command. No
-# program of this package uses gRPC in a forked child. gRPC reads the variable once, when it is
-# imported, so `clients` imports this package first.
+# there: the child then prints a line of gRPC's log and aborts before it runs its command. Without
+# the restart, a forked child of a process with connections cannot use gRPC, and `require_unforked`
+# in rpc/channel.py refuses calls there. gRPC reads the variable once, when it is imported, so
+# `clients` imports this package first.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

@@ -13,7 +13,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from protos.errors import TimedOut, Unavailable
-from protos.rpc.channel import SERVER_TOKEN, open_channel
+from protos.rpc.channel import SERVER_TOKEN, open_channel, require_unforked
 from protos.rpc.statuses import fault_of
 from protos.rpc.transport import STREAM_OPEN, backoff
 
@@ -33,8 +33,21 @@ class ServerConnection:
     def __init__(self, address: str, *, timeout: float, patience_seconds: float) -> None:
         self.name = f"distill server {address}"
         self.channel = open_channel(address, token=SERVER_TOKEN)
+        self._streams: set[Any] = set()
+        self._is_cancelled = False
         self._timeout = timeout
         self._patience = patience_seconds
+
+    def cancel(self) -> None:
+        """End all streams; other threads that read them get an error. Later streams end too."""
+        self._is_cancelled = True
+        for stream in [*self._streams]:
+            stream.cancel()
+
+    def close(self) -> None:
+        """End all streams and close the channel."""
+        self.cancel()
+        self.channel.close()
 
     def call(
         self,
@@ -48,6 +61,7 @@ class ServerConnection:
         `retry` enables the retry. An Unavailable error with a field is not retried: the server sent
         this error because it could not reach a job's teacher.
         """
+        require_unforked()
         deadline = time.monotonic() + self._timeout
         try:
             return method(request, timeout=self._timeout)
@@ -89,12 +103,16 @@ class ServerConnection:
 
         `open_stream` must continue after the last received message.
         """
+        require_unforked()
         away_since: float | None = None
         failures = 0
         while True:
             # Any: grpc's types do not say that a response iterator is also a grpc.Call.
             call: Any = open_stream()
+            self._streams.add(call)
             try:
+                if self._is_cancelled:
+                    call.cancel()
                 if STREAM_OPEN in call.initial_metadata():
                     away_since, failures = None, 0
                 yield from call
@@ -103,10 +121,12 @@ class ServerConnection:
                 away_since = away_since or time.monotonic()
                 fault = fault_of(error, self.name)
                 out_of_patience = time.monotonic() - away_since > self._patience
-                if out_of_patience or not isinstance(fault, Unavailable):
+                is_final = self._is_cancelled or not isinstance(fault, Unavailable)
+                if out_of_patience or is_final:
                     raise fault from error
             finally:
                 call.cancel()
+                self._streams.discard(call)
             failures += 1
             time.sleep(backoff(failures, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS))
             self._wait_for_server(min(deadline or inf, away_since + self._patience))

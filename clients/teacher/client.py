@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -34,6 +35,7 @@ from clients.teacher.query import MAX_TAIL_DRAWS, ScoreQuery, request_of, tokeni
 from protos import teacher_pb2
 from protos.errors import DistillError, InvalidInput, TimedOut, Unavailable
 from protos.rows.codec import RowBlock
+from protos.rpc.channel import is_forked, require_unforked
 from protos.rpc.statuses import TLS_HINT, fault_of, sent_fault
 from protos.rpc.transport import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 
@@ -71,6 +73,10 @@ class TeacherClient:
     Rows are prefetched up to `max_prefetch_bytes`. The limit does not apply to a request whose
     future a caller waits for, with `result`, `concurrent.futures.wait`, `as_completed` or a
     callback.
+
+    A copy, such as one in a process that was started by spawn, has connections of its own, and the
+    token of its process. A forked child of a process with a connection cannot use one: calls raise
+    WrongState there.
     """
 
     def __init__(
@@ -94,6 +100,17 @@ class TeacherClient:
         adapter for every query; "" means none.
         """
         addresses = [address] if isinstance(address, str) else [*address]
+        self._copy = partial(
+            TeacherClient,
+            addresses,
+            patience_seconds=patience_seconds,
+            max_in_flight=max_in_flight,
+            max_prefetch_bytes=max_prefetch_bytes,
+            field=field,
+            scope=scope,
+            background=background,
+            adapter=adapter,
+        )
         has_several = len(addresses) > 1
         self._name = f"{'teachers' if has_several else 'teacher'} at {', '.join(addresses)}"
         self._field = field
@@ -118,6 +135,9 @@ class TeacherClient:
         for lane in self._lanes:
             lane.start()
         self._watcher.start()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._copy, ()
 
     def __enter__(self) -> TeacherClient:
         return self
@@ -163,6 +183,7 @@ class TeacherClient:
         teachers differ or a teacher lacks the adapter, InvalidInput if a server is not a teacher,
         Unauthenticated or Forbidden if a token is refused.
         """
+        require_unforked()
         teacher_info: TeacherInfo | None = None
         faults: list[DistillError] = []
         # Call all teachers at the same time, so that two unreachable teachers take 5 s and not 10.
@@ -197,6 +218,7 @@ class TeacherClient:
 
         Raises Unavailable if the teacher does not answer within 5 s.
         """
+        require_unforked()
         [lane, *_] = self._lanes
         try:
             return load_of(lane.query_info())
@@ -209,6 +231,7 @@ class TeacherClient:
         Asks each teacher in turn, for at most `patience_seconds`. Raises Unavailable if none
         answers.
         """
+        require_unforked()
         request = teacher_pb2.GetVocabularyRequest()
         for lane in self._lanes:
             try:
@@ -225,6 +248,7 @@ class TeacherClient:
         as the class describes; `close` cancels it. Raises InvalidInput if the query cannot be
         encoded or is larger than 64 MiB, Unavailable after `close`.
         """
+        require_unforked()
         if self._adapter:
             query = replace(query, adapter=self._adapter)
         _require_sendable(query)
@@ -271,6 +295,7 @@ class TeacherClient:
         teacher's error if it refuses the push; the weights are then unchanged. After Unavailable or
         TimedOut the outcome is unknown: call `info` to read the version.
         """
+        require_unforked()
         if len(self._lanes) > 1:
             raise InvalidInput(
                 "weights can be pushed to one teacher only",
@@ -291,6 +316,8 @@ class TeacherClient:
 
     def close(self) -> None:
         """Cancel all unfinished futures, close the connections and join the threads."""
+        if is_forked():  # the threads and connections are those of the parent
+            return
         self._window.close()
         for lane in self._lanes:
             lane.close()

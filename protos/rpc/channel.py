@@ -20,12 +20,14 @@ import grpc
 from protos.auth.access import require_token
 from protos.auth.scoped_token import scoped_token
 from protos.auth.tls import client_credentials, read_file
-from protos.errors import InvalidInput
+from protos.errors import InvalidInput, WrongState
 from protos.rpc.transport import CHANNEL_OPTIONS, is_loopback
 
 SERVER_TOKEN = "DISTILL_TOKEN"
 TEACHER_TOKEN = "DISTILL_TEACHER_TOKEN"
 ROLLOUTS_TOKEN = "DISTILL_ROLLOUTS_TOKEN"
+# The process that opened the first channel; 0 before. gRPC does not work in its forked children.
+_first_process = 0
 _DEFAULT_PORTS = {SERVER_TOKEN: 50051, TEACHER_TOKEN: 50052, ROLLOUTS_TOKEN: 50053}
 
 
@@ -37,8 +39,12 @@ def open_channel(address: str, *, token: str, scope: str = "") -> grpc.Channel:
     reading from teachers or, if `token` is ROLLOUTS_TOKEN, the info of rollout services.
 
     Raises InvalidInput if the address has an unknown scheme or no port, if a file cannot be read,
-    or if the token would be sent unencrypted to another machine.
+    or if the token would be sent unencrypted to another machine. Raises WrongState as
+    `require_unforked` does.
     """
+    global _first_process
+    require_unforked()
+    _first_process = os.getpid()
     scheme, _, target = address.rpartition("://")
     secret = token_of(token)
     if scope and secret:
@@ -65,6 +71,26 @@ def open_channel(address: str, *, token: str, scope: str = "") -> grpc.Channel:
         )
     # gRPC itself refuses local credentials for a connection that leaves the machine.
     return _secure_channel(target, grpc.local_channel_credentials(), secret)
+
+
+def is_forked() -> bool:
+    """Return whether this process was forked from a process that had opened a channel."""
+    return _first_process not in (0, os.getpid())
+
+
+def require_unforked() -> None:
+    """Raise WrongState in a forked child of a process that had opened a channel.
+
+    Calls on a channel, old or new, would block forever there, and would break connections of the
+    parent.
+    """
+    if is_forked():
+        raise WrongState(
+            f"this process was forked from a process with connections ({_first_process}), and gRPC"
+            " does not work in such a child",
+            hint="start the child with multiprocessing's method 'spawn', or make the first client"
+            " in the child",
+        )
 
 
 def open_cluster_channel(
