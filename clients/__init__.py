@@ -14,13 +14,40 @@ from typing import TYPE_CHECKING, Any
 import protos  # noqa: F401  # before any of its users imports gRPC
 
 if TYPE_CHECKING:
-    from clients.config.capture import CaptureJob
-    from clients.config.evaluation import EvalJob
-    from clients.config.file import load_job, load_jobs
-    from clients.config.offline import OfflineJob
-    from clients.config.on_policy import OnPolicyJob
-    from clients.config.rl import RLJob
-    from clients.config.sft import SFTJob
+    from clients.config.capture import (
+        CaptureConfig,
+        CaptureData,
+        CaptureJob,
+        CaptureTeacher,
+        RayConfig,
+    )
+    from clients.config.evaluation import EvalJob, EvalMethod
+    from clients.config.file import JobFile, JobSource, load_job, load_jobs, sweep_job
+    from clients.config.kinds import AnyJob
+    from clients.config.offline import OfflineConfig, OfflineData, OfflineJob
+    from clients.config.on_policy import OnPolicyConfig, OnPolicyJob, OnPolicyTeacher
+    from clients.config.rl import RLJob, RLTeacher
+    from clients.config.sft import SFTConfig, SFTJob
+    from clients.config.tables.common import (
+        CheckpointConfig,
+        EvalConfig,
+        EvaluatedModel,
+        ExportConfig,
+        LoraConfig,
+        ResourcesConfig,
+        SampledEvalConfig,
+        StudentConfig,
+        TrackConfig,
+        TrackerConfig,
+        TrainConfig,
+    )
+    from clients.config.tables.data import DataConfig, MixConfig
+    from clients.config.tables.environment import SearchConfig
+    from clients.config.tables.reward import LengthPenalty, RewardConfig
+    from clients.config.tables.rl_method import AnchorConfig, RLConfig
+    from clients.config.tables.rollouts import RolloutsConfig
+    from clients.config.tables.teacher import TeacherLink
+    from clients.jobs.aio import AsyncDistillClient
     from clients.jobs.artifacts import pull_run
     from clients.jobs.client import DistillClient, JobHandle
     from clients.jobs.job import Job, JobEvent, JobState
@@ -35,62 +62,106 @@ if TYPE_CHECKING:
     from protos.errors import DistillError
     from protos.rows.codec import RowBlock
 
-_MODULES = {
-    "AsyncTeacherClient": "clients.teacher.aio",
-    "CaptureJob": "clients.config.capture",
-    "DistillClient": "clients.jobs.client",
-    "DistillError": "protos.errors",
-    "EvalJob": "clients.config.evaluation",
-    "Job": "clients.jobs.job",
-    "JobEvent": "clients.jobs.job",
-    "JobHandle": "clients.jobs.client",
-    "JobRecord": "clients.jobs.record",
-    "JobState": "clients.jobs.job",
-    "LogitDataset": "clients.store.dataset",
-    "LogitStore": "clients.store.store",
-    "OfflineJob": "clients.config.offline",
-    "SFTJob": "clients.config.sft",
-    "OnPolicyJob": "clients.config.on_policy",
-    "RLJob": "clients.config.rl",
-    "RowBlock": "protos.rows.codec",
-    "RunDirectory": "clients.runs.directory",
-    "ScoreQuery": "clients.teacher.query",
-    "TeacherClient": "clients.teacher.client",
-    "TeacherInfo": "clients.teacher.info",
-    "load_job": "clients.config.file",
-    "load_jobs": "clients.config.file",
-    "points_of": "clients.jobs.record",
-    "pull_run": "clients.jobs.artifacts",
-    "record_of_run": "clients.jobs.record",
+# Names of each module, separated by spaces.
+_NAMES = {
+    "clients.config.capture": "CaptureConfig CaptureData CaptureJob CaptureTeacher RayConfig",
+    "clients.config.evaluation": "EvalJob EvalMethod",
+    "clients.config.file": "JobFile JobSource load_job load_jobs sweep_job",
+    "clients.config.kinds": "AnyJob",
+    "clients.config.offline": "OfflineConfig OfflineData OfflineJob",
+    "clients.config.on_policy": "OnPolicyConfig OnPolicyJob OnPolicyTeacher",
+    "clients.config.rl": "RLJob RLTeacher",
+    "clients.config.sft": "SFTConfig SFTJob",
+    "clients.config.tables.common": (
+        "CheckpointConfig EvalConfig EvaluatedModel ExportConfig LoraConfig"
+        " ResourcesConfig SampledEvalConfig StudentConfig TrackConfig TrackerConfig TrainConfig"
+    ),
+    "clients.config.tables.data": "DataConfig MixConfig",
+    "clients.config.tables.environment": "SearchConfig",
+    "clients.config.tables.reward": "LengthPenalty RewardConfig",
+    "clients.config.tables.rl_method": "AnchorConfig RLConfig",
+    "clients.config.tables.rollouts": "RolloutsConfig",
+    "clients.config.tables.teacher": "TeacherLink",
+    "clients.jobs.aio": "AsyncDistillClient",
+    "clients.jobs.artifacts": "pull_run",
+    "clients.jobs.client": "DistillClient JobHandle",
+    "clients.jobs.job": "Job JobEvent JobState",
+    "clients.jobs.record": "JobRecord points_of record_of_run",
+    "clients.runs.directory": "RunDirectory",
+    "clients.store.dataset": "LogitDataset",
+    "clients.store.store": "LogitStore",
+    "clients.teacher.aio": "AsyncTeacherClient",
+    "clients.teacher.client": "TeacherClient",
+    "clients.teacher.info": "TeacherInfo",
+    "clients.teacher.query": "ScoreQuery",
+    "protos.errors": "DistillError",
+    "protos.rows.codec": "RowBlock",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
+    "AnchorConfig",
+    "AnyJob",
+    "AsyncDistillClient",
     "AsyncTeacherClient",
+    "CaptureConfig",
+    "CaptureData",
     "CaptureJob",
+    "CaptureTeacher",
+    "CheckpointConfig",
+    "DataConfig",
     "DistillClient",
     "DistillError",
+    "EvalConfig",
     "EvalJob",
+    "EvalMethod",
+    "EvaluatedModel",
+    "ExportConfig",
     "Job",
     "JobEvent",
+    "JobFile",
     "JobHandle",
     "JobRecord",
+    "JobSource",
     "JobState",
+    "LengthPenalty",
     "LogitDataset",
     "LogitStore",
+    "LoraConfig",
+    "MixConfig",
+    "OfflineConfig",
+    "OfflineData",
     "OfflineJob",
+    "OnPolicyConfig",
     "OnPolicyJob",
+    "OnPolicyTeacher",
+    "RLConfig",
     "RLJob",
+    "RLTeacher",
+    "RayConfig",
+    "ResourcesConfig",
+    "RewardConfig",
+    "RolloutsConfig",
     "RowBlock",
     "RunDirectory",
+    "SFTConfig",
     "SFTJob",
+    "SampledEvalConfig",
     "ScoreQuery",
+    "SearchConfig",
+    "StudentConfig",
     "TeacherClient",
     "TeacherInfo",
+    "TeacherLink",
+    "TrackConfig",
+    "TrackerConfig",
+    "TrainConfig",
     "load_job",
     "load_jobs",
     "points_of",
     "pull_run",
     "record_of_run",
+    "sweep_job",
 ]
 
 

@@ -9,15 +9,16 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, TypeAlias
 
 from pydantic import ValidationError
 
 from clients.config.kinds import AnyJob, kind_of
 from clients.config.lines import KeyPath, Parsed, SyntaxFault, parse
-from clients.config.problems import describe, fields, holds_text
+from clients.config.problems import fields, holds_text, problems_of, render_problems
 from clients.config.sweep import LABEL, SweepFault, SweepPoint, points_of
 from clients.config.tables.after import is_output, named_values, outputs_in
+from clients.config.tables.common import Table, document_of
 from clients.data.formats import FILE_SUFFIXES, exists_here
 from clients.data.object_urls import is_object_url, redact_place
 from protos.errors import InvalidInput, NotFound
@@ -31,13 +32,18 @@ SUFFIXES = (".toml", ".yaml", ".yml")
 class JobFile:
     """A job file: its path, its text, and the validated job.
 
-    `sources` maps each key to the origin of its value: `default`, `job.toml:6` or `--set`.
+    `sources` maps each key to the origin of its value: `default`, `job.toml:6` or `--set`. A job
+    that was written in Python has the path of the working directory, no text, and "" as origin.
     """
 
     path: Path
     text: str
     config: AnyJob
     sources: Mapping[str, str]
+
+
+# A job in Python. A dict has the tables of a job file.
+JobSource: TypeAlias = AnyJob | JobFile | Mapping[str, Any]
 
 
 @dataclass
@@ -71,6 +77,11 @@ class _Draft:
         line = self.parsed.line_of(path) or self.parsed.lines.get((), 0)
         return f"{self.name}:{line}" if line else self.name
 
+    def add_problem(self, path: KeyPath, message: str, source: str | None = None) -> None:
+        """Add a problem of a key. `source`: its file and line, if they are not those of the key."""
+        location = self.source(path) if source is None else source
+        self.problems.append(": ".join(filter(None, (location, ".".join(path), message))))
+
     def source_of_list(self, key: KeyPath) -> str:
         """Return the file and line of a key's list in the sweep, written nested or with a dotted
         key.
@@ -83,42 +94,84 @@ class _Draft:
         return f"{self.name}:{line}" if line else self.name
 
 
-def load_job(path: Path | str, overrides: Sequence[str] = ()) -> JobFile:
-    """Read a job file, apply `KEY=VALUE` overrides, and validate the job.
+def load_job(source: Path | str | JobSource, overrides: Sequence[str] = ()) -> JobFile:
+    """Read a job, apply `KEY=VALUE` overrides, and validate the job.
 
-    Raises InvalidInput if the file has several jobs, or if the job has problems; the message lists
-    all problems, each with the line of its key.
+    `source`: the path of a job file, or a job in Python: a dict with the tables of a file, a job
+    such as OnPolicyJob, or a JobFile.
+
+    Raises InvalidInput if there are several jobs, or if the job has problems; the message lists
+    all problems, those of a file with the lines of their keys.
     """
-    files = load_jobs(path, overrides)
+    files = load_jobs(source, overrides)
     if len(files) > 1:
+        name = str(source) if isinstance(source, str | Path) else ""
         raise InvalidInput(
-            f"{path}: has {len(files)} jobs, but this command takes one job",
+            _at(name, f"has {len(files)} jobs, but this command takes one job"),
             hint="use distill submit to queue all jobs",
         )
     return files[0]
 
 
-def load_jobs(path: Path | str, overrides: Sequence[str] = ()) -> list[JobFile]:
-    """Read a file of one job, or of several in `[[job]]` tables, and validate every job.
+def load_jobs(source: Path | str | JobSource, overrides: Sequence[str] = ()) -> list[JobFile]:
+    """Read one job, or several in `[[job]]` tables, and validate every job.
 
     A job with a table `sweep` gives one job for each combination of its values. Overrides need a
-    file with one job. Raises InvalidInput as `load_job` does, and if two jobs of the file have the
-    same name.
+    source with one job. Raises InvalidInput as `load_job` does, and if two jobs have the same name.
     """
-    path = Path(path)
+    if not isinstance(source, str | Path):
+        return _load_values(source, overrides)
+    path = Path(source)
     text = _read_text(path)
     try:
         parsed = parse(text, path.suffix.lower())
     except SyntaxFault as fault:
         location = f"{path}:{fault.line}" if fault.line else str(path)
         raise InvalidInput(f"{location}: {fault.message}") from None
+    return _validate_all(str(path), text, parsed, overrides)
+
+
+def sweep_job(base: JobSource, changes: Sequence[Mapping[str, Any]]) -> list[JobFile]:
+    """Return a job for each change of `base`, with the names and labels of a sweep.
+
+    A change maps keys to values, such as {"train.learning_rate": 3e-5, "seed": 2}. Raises
+    InvalidInput as `load_jobs` does.
+    """
+    values = document_of(base.config if isinstance(base, JobFile) else base)
+    if LABEL in values:
+        raise InvalidInput("the job has a sweep already", field=LABEL, hint="remove one of the two")
+    return load_jobs({**values, LABEL: [*changes]})
+
+
+def _load_values(source: JobSource, overrides: Sequence[str]) -> list[JobFile]:
+    """Return the jobs of a source in Python. A JobFile keeps its path, text and sources."""
+    if not isinstance(source, JobFile | Table | Mapping):
+        raise InvalidInput(
+            "a job is a path, a dict with the tables of a job file, or a job such as OnPolicyJob"
+            f" (got a value of the class {type(source).__name__})"
+        )
+    config = source.config if isinstance(source, JobFile) else source
+    try:
+        files = _validate_all("", "", Parsed(document_of(config), {}), overrides)
+    except RecursionError:
+        raise InvalidInput("nested too deeply") from None
+    if isinstance(source, JobFile):
+        return [replace(source, config=file.config) for file in files]
+    return files
+
+
+def _validate_all(name: str, text: str, parsed: Parsed, overrides: Sequence[str]) -> list[JobFile]:
+    """Return the jobs of a file, or of a source in Python, whose `name` is ""."""
     drafts = [
-        _Draft(str(path), job_part, _copy_tables(job_part.values))
-        for job_part in _split_jobs(path, parsed)
+        _Draft(name, job_part, _copy_tables(job_part.values))
+        for job_part in _split_jobs(name, parsed)
     ]
     if len(drafts) > 1 and overrides:
         raise InvalidInput(
-            f"{path}: has {len(drafts)} jobs, but --set, --name and similar options change one job",
+            _at(
+                name,
+                f"has {len(drafts)} jobs, but --set, --name and similar options change one job",
+            ),
             hint="write the values into the file",
         )
     try:
@@ -127,32 +180,42 @@ def load_jobs(path: Path | str, overrides: Sequence[str] = ()) -> list[JobFile]:
         drafts = [point for draft in drafts for point in _expand_sweep(draft)]
         configs = [_validate(draft) for draft in drafts]
     except RecursionError:
-        raise InvalidInput(f"{path}: nested too deeply") from None
+        raise InvalidInput(_at(name, "nested too deeply")) from None
     _require_names(drafts, configs)
     _require_points(drafts, configs)
     _require_order(drafts, configs)
     # Without duplicates: the jobs of a sweep share problems.
     problems = dict.fromkeys(problem for draft in drafts for problem in draft.problems)
     if problems:
-        raise InvalidInput(_render_problems(str(path), [*problems]))
+        raise InvalidInput(render_problems(name, [*problems]))
     valid_jobs = [(draft, config) for draft, config in zip(drafts, configs, strict=True) if config]
     return [
-        JobFile(path, text, config, _value_sources(draft, config)) for draft, config in valid_jobs
+        JobFile(Path(name), text, config, _value_sources(draft, config))
+        for draft, config in valid_jobs
     ]
 
 
-def _split_jobs(path: Path, parsed: Parsed) -> list[Parsed]:
+def _at(location: str, message: str) -> str:
+    return ": ".join(filter(None, (location, message)))
+
+
+def _split_jobs(name: str, parsed: Parsed) -> list[Parsed]:
     """Split the file into one part per job."""
     tables = parsed.values.get("job")
     if tables is None:
         return [parsed]
+
+    def location_of(key: str) -> str:
+        line = parsed.line_of((key,))
+        return f"{name}:{line}" if line else name
+
     listed = tables if isinstance(tables, list) else []
     if not listed or not all(isinstance(table, dict) for table in listed):
-        raise InvalidInput(f"{path}:{parsed.line_of(('job',))}: job: must be [[job]] tables")
+        raise InvalidInput(_at(location_of("job"), "job: must be [[job]] tables"))
     if other_keys := [key for key in parsed.values if key != "job"]:
-        location = f"{path}:{parsed.line_of((other_keys[0],))}"
+        [key, *_] = other_keys
         raise InvalidInput(
-            f"{location}: {other_keys[0]}: a file with [[job]] tables must have no other keys"
+            _at(location_of(key), f"{key}: a file with [[job]] tables must have no other keys")
         )
     parts = []
     for number, values in enumerate(listed):
@@ -167,8 +230,7 @@ def _require_names(drafts: Sequence[_Draft], configs: Sequence[AnyJob | None]) -
     names = {draft.sweep for draft in drafts if draft.sweep}
     for draft, config in zip(drafts, configs, strict=True):
         if config is not None and config.name in names:
-            location = draft.source(("name",))
-            draft.problems.append(f"{location}: name: another job of the file is {config.name!r}")
+            draft.add_problem(("name",), f"another job of the file is {config.name!r}")
         names |= set() if config is None else {config.name}
 
 
@@ -186,8 +248,9 @@ def _expand_sweep(draft: _Draft) -> list[_Draft]:
                 raise SweepFault(key, "--set gives this key one value; remove --set or the list")
         return [_draft_at_point(draft, point) for point in points]
     except SweepFault as fault:
-        location = draft.source_of_list(fault.path)
-        draft.problems.append(f"{location}: {'.'.join((LABEL, *fault.path))}: {fault.message}")
+        draft.add_problem(
+            (LABEL, *fault.path), fault.message, source=draft.source_of_list(fault.path)
+        )
         return [draft]
 
 
@@ -223,10 +286,10 @@ def _require_points(drafts: Sequence[_Draft], configs: Sequence[AnyJob | None]) 
         ]
         for key, name, template in references:
             if jobs := sweeps.get(name):
-                draft.problems.append(
-                    f"{draft.source(tuple(key.split('.')))}: {key}: {name!r} is a sweep of"
-                    f" {len(jobs)} jobs; give the name of one job, such as"
-                    f" {template.format(jobs[0])!r}"
+                draft.add_problem(
+                    tuple(key.split(".")),
+                    f"{name!r} is a sweep of {len(jobs)} jobs; give the name of one job, such as"
+                    f" {template.format(jobs[0])!r}",
                 )
 
 
@@ -237,9 +300,10 @@ def _require_order(drafts: Sequence[_Draft], configs: Sequence[AnyJob | None]) -
         earlier_names, later_names = names[:number], names[number:]
         for key, name in references_of(config) if config and len(drafts) > 1 else ():
             if name in later_names and name not in earlier_names:
-                draft.problems.append(
-                    f"{draft.source(tuple(key.split('.')))}: {key}: job {name!r} is not above"
-                    f" {names[number]!r} in the file; write the job below the jobs it depends on"
+                draft.add_problem(
+                    tuple(key.split(".")),
+                    f"job {name!r} is not above {names[number]!r} in the file; write the job below"
+                    " the jobs it depends on",
                 )
 
 
@@ -411,31 +475,21 @@ def _validate(draft: _Draft) -> AnyJob | None:
         document = json.dumps(draft.values, default=str)
     except ValueError:
         # TOML can hold a hexadecimal integer so long that Python refuses to print it (4300 digits).
-        draft.problems.append(f"{draft.name}: an integer has thousands of digits")
+        draft.add_problem((), "an integer has thousands of digits")
         return None
     kind = kind_of(draft.values)
     try:
         config = kind.model_validate_json(document, strict=True)
     except ValidationError as error:
-        for detail in error.errors(include_url=False):
-            for path, message in describe(detail, kind):
-                parts = (draft.source(path), ".".join(path), message)
-                draft.problems.append(": ".join(filter(None, parts)))
+        for path, message in problems_of(error, kind):
+            draft.add_problem(path, message)
         return None
     for key, name in _named_places(config):
         is_file = key != "environment.retriever"  # or the address of a server
         if is_file and "://" in name and not is_object_url(name):
-            location = draft.source(tuple(key.split(".")))
             message = f"a URL must begin with s3:// or gs:// (got {redact_place(name)!r})"
-            draft.problems.append(": ".join(filter(None, (location, key, message))))
+            draft.add_problem(tuple(key.split(".")), message)
     return config
-
-
-def _render_problems(name: str, problems: Sequence[str]) -> str:
-    if len(problems) == 1:
-        return problems[0]
-    lines = "".join(f"\n  {problem}" for problem in problems)
-    return f"{name}: {len(problems)} problems{lines}"
 
 
 def _value_sources(draft: _Draft, config: AnyJob) -> Mapping[str, str]:

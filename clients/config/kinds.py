@@ -28,12 +28,18 @@ KINDS: Mapping[str, Kind] = {
     "eval": EvalJob,
 }
 _SWEEP = {
-    "type": "object",
-    "description": "Lists of values for keys of the job; each combination is a job of its own.",
-    "minProperties": 1,
-    "additionalProperties": {
-        "anyOf": [{"type": "array", "minItems": 1}, {"$ref": "#/$defs/Sweep"}],
-    },
+    "description": "Lists of values for keys of the job; each combination is a job of its own. Or"
+    " a list of tables, each with values for keys of a job of its own.",
+    "anyOf": [
+        {
+            "type": "object",
+            "minProperties": 1,
+            "additionalProperties": {
+                "anyOf": [{"type": "array", "minItems": 1}, {"$ref": "#/$defs/Sweep"}],
+            },
+        },
+        {"type": "array", "minItems": 1, "items": {"type": "object", "minProperties": 1}},
+    ],
 }
 
 

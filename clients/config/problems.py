@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -15,6 +15,7 @@ from clients.config.kinds import KINDS
 from clients.config.lines import KeyPath
 from clients.config.on_policy import OnPolicyJob
 from clients.data.object_urls import redact_place
+from protos.errors import InvalidInput
 
 # Names of settings in other trainers that resemble no key of this project, with the key.
 _KEYS_BY_FOREIGN_NAME: Mapping[str, KeyPath] = {
@@ -75,6 +76,41 @@ def holds_text(path: KeyPath) -> bool:
         and not any(kind in other_types or get_origin(kind) in (list, tuple) for kind in types)
         for types in type_options
     )
+
+
+def refusal_of(error: ValidationError, table: type[BaseModel]) -> InvalidInput:
+    """Return the error with all problems of a job or table, without a file and lines."""
+    problems = [f"{'.'.join(path)}: {message}" for path, message in problems_of(error, table)]
+    return InvalidInput(render_problems("", problems))
+
+
+def render_problems(name: str, problems: Sequence[str]) -> str:
+    """Return a single problem, or a heading with the name of the file, and a line for each."""
+    if len(problems) == 1:
+        return problems[0]
+    heading = ": ".join(filter(None, (name, f"{len(problems)} problems")))
+    return "\n  ".join([heading, *problems])
+
+
+def problems_of(error: ValidationError, table: type[BaseModel]) -> Iterator[tuple[KeyPath, str]]:
+    """Yield (key, message) for each problem of a job or of one of its tables.
+
+    A key begins at the job if the class of the table has one place in a job, else at the table.
+    """
+    places = [(kind, path) for kind in KINDS.values() for path in _paths_of(table, kind)]
+    is_unique = len({path for _, path in places}) == 1
+    model, prefix = places[0] if is_unique else (table, ())
+    for detail in error.errors(include_url=False):
+        yield from describe({**detail, "loc": (*prefix, *detail["loc"])}, model)
+
+
+def _paths_of(table: type[BaseModel], model: type[BaseModel]) -> Iterator[KeyPath]:
+    """Yield the path of each place of the class `table` in a job of the class `model`."""
+    if table is model:
+        yield ()
+    for name, info in model.model_fields.items():
+        if (inner_table := table_in(info)) is not None:
+            yield from ((name, *path) for path in _paths_of(table, inner_table))
 
 
 def describe(

@@ -1,11 +1,14 @@
-"""The table `sweep` of a job: lists of values for its keys, and a job for each combination."""
+"""The table `sweep` of a job: lists of values for its keys, and a job for each combination.
+
+A list of tables instead has a job for each table.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -41,55 +44,82 @@ class SweepPoint:
 
 
 def points_of(table: Any) -> Sequence[SweepPoint]:
-    """Return all combinations of the lists, in order. The last key changes fastest.
+    """Return all combinations of the lists of a table, in order. The last key changes fastest.
 
-    Raises SweepFault if a list is empty or has equal values, or if there are too many combinations.
+    A list of tables has a point for each table, with one value for each key of the table.
+
+    Raises SweepFault if a list is empty or has equal values, or if there are too many points.
     """
-    lists = _collect_lists(table)
-    number = math.prod(map(len, lists.values()))
+    combinations: Iterable[Mapping[KeyPath, Any]]
+    if isinstance(table, list) and table:
+        combinations = [_collect_change(change, number) for number, change in enumerate(table)]
+        lists: dict[KeyPath, list[Any]] = {}
+        for key, value in (entry for change in combinations for entry in change.items()):
+            listed = lists.setdefault(key, [])
+            listed += [] if _contains(listed, value) else [value]
+        number = len(table)
+    else:
+        lists = _collect_lists(table)
+        combinations = (
+            dict(zip(lists, values, strict=True)) for values in product(*lists.values())
+        )
+        number = math.prod(map(len, lists.values()))
     if number > MAX_SUBMITTED_JOBS:
         raise SweepFault((), f"has {number} combinations; a sweep has at most {MAX_SUBMITTED_JOBS}")
     name_counts = Counter(key[-1] for key in lists)
     short_names = {key: key[-1] if name_counts[key[-1]] == 1 else ".".join(key) for key in lists}
-    texts = {key: _value_texts(listed) for key, listed in lists.items()}
     points = []
-    for indices in product(*(range(len(listed)) for listed in lists.values())):
-        index_by_key = dict(zip(lists, indices, strict=True))
+    for values in combinations:
+        texts = {key: _value_text(value, lists[key]) for key, value in values.items()}
+        suffix = "".join(f"-{short_names[key]}={text}" for key, text in texts.items())
         points.append(
-            SweepPoint(
-                {key: lists[key][index] for key, index in index_by_key.items()},
-                {".".join(key): texts[key][index] for key, index in index_by_key.items()},
-                "".join(
-                    f"-{short_names[key]}={texts[key][index]}"
-                    for key, index in index_by_key.items()
-                ),
-            )
+            SweepPoint(values, {".".join(key): text for key, text in texts.items()}, suffix)
         )
     return points
 
 
-def _collect_lists(table: Any) -> Mapping[KeyPath, Sequence[Any]]:
+def _collect_lists(table: Any) -> dict[KeyPath, list[Any]]:
     """Return the list of each key. "a.b" in quotes is the same key as b in the table a."""
-    list_by_key: dict[KeyPath, Sequence[Any]] = {}
+    list_by_key: dict[KeyPath, list[Any]] = {}
     for key, listed in _iterate_entries(table, ()) if isinstance(table, dict) else ():
         if not isinstance(listed, list) or not listed:
             raise SweepFault(key, f"must be a list of values (got {listed!r})")
-        if key in list_by_key:
-            raise SweepFault(key, "is given twice")
         for number, value in enumerate(listed):
-            if any(_are_equal(value, other_key) for other_key in listed[:number]):
+            if _contains(listed[:number], value):
                 raise SweepFault(key, f"has the value {_format_json(value)} twice; remove one")
-        for other_key in list_by_key:
-            if key[: len(other_key)] == other_key or other_key[: len(key)] == key:
-                outer_key = ".".join(key if len(key) < len(other_key) else other_key)
-                raise SweepFault(key, f"{outer_key} has a list too; remove one of the two lists")
-        if key == ("name",) or key[0] == "labels":
-            raise SweepFault(key, "the sweep sets the names and labels of its jobs; remove the key")
+        _check_key(key, list_by_key)
         list_by_key[key] = listed
     if not list_by_key:
         example = '"train.learning_rate" = [1e-5, 3e-5]'
         raise SweepFault((), f"must be a table of keys with lists of values, such as {example}")
     return list_by_key
+
+
+def _collect_change(change: Any, number: int) -> Mapping[KeyPath, Any]:
+    """Return the value of each key of one change of a job."""
+    value_by_key: dict[KeyPath, Any] = {}
+    for key, value in _iterate_entries(change, ()) if isinstance(change, dict) else ():
+        _check_key(key, value_by_key)
+        value_by_key[key] = value
+    if not value_by_key:
+        raise SweepFault((str(number),), "must be a table of keys and values, such as { seed = 2 }")
+    return value_by_key
+
+
+def _check_key(key: KeyPath, other_keys: Collection[KeyPath]) -> None:
+    """Raise SweepFault if a sweep cannot have the key, or not beside the other keys."""
+    if key in other_keys:
+        raise SweepFault(key, "is given twice")
+    for other_key in other_keys:
+        if key[: len(other_key)] == other_key or other_key[: len(key)] == key:
+            outer_key = ".".join(key if len(key) < len(other_key) else other_key)
+            raise SweepFault(key, f"{outer_key} has a list too; remove one of the two lists")
+    if key == ("name",) or key[0] == "labels":
+        raise SweepFault(key, "the sweep sets the names and labels of its jobs; remove the key")
+
+
+def _contains(listed: Iterable[Any], value: Any) -> bool:
+    return any(_are_equal(value, other) for other in listed)
 
 
 def _are_equal(first: Any, second: Any) -> bool:
@@ -106,15 +136,15 @@ def _format_json(value: Any) -> str:
 def _iterate_entries(table: Mapping[str, Any], path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
     for name, value in table.items():
         key = (*path, *(part.strip() for part in name.split(".")))
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             yield from _iterate_entries(value, key)
         else:
             yield key, value
 
 
-def _value_texts(listed: Sequence[Any]) -> Sequence[str]:
-    texts = []
-    for number, value in enumerate(listed, start=1):
-        text = value if isinstance(value, str) and value else _format_json(value)
-        texts.append(text if len(text) <= _MAX_CHARS else f"#{number}")
-    return texts
+def _value_text(value: Any, listed: Sequence[Any]) -> str:
+    """Return a value as text; a long value as its number in the list of the values of its key."""
+    text = value if isinstance(value, str) and value else _format_json(value)
+    if len(text) <= _MAX_CHARS:
+        return text
+    return f"#{next(n for n, other in enumerate(listed, start=1) if _are_equal(other, value))}"

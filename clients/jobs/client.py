@@ -15,10 +15,13 @@ import secrets
 import time
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from clients.config.file import JobFile, JobSource, load_job, load_jobs, localized
 from clients.config.kinds import AnyJob
 from clients.jobs.artifacts import Checkpoint, checkpoint_step
 from clients.jobs.connection import ServerConnection
@@ -37,6 +40,7 @@ from clients.jobs.upload import Report, Uploader
 from protos import distill_pb2 as pb
 from protos.distill_pb2_grpc import DistillStub
 from protos.errors import TimedOut
+from protos.rpc.channel import is_forked
 from protos.rpc.transport import MAX_PAGE_JOBS
 
 _Job = TypeVar("_Job", bound=AnyJob)
@@ -89,6 +93,10 @@ class JobHandle(Job):
 class DistillClient:
     """A connection to one distill server. Safe to share between threads.
 
+    A copy, such as one in a process that was started by spawn, has a connection of its own, and the
+    token of its process. A forked child of a process with a connection cannot use one: each call
+    raises WrongState there.
+
     Methods raise only exceptions of protos.errors, and Unavailable if the server cannot be reached.
     A `job_id` is an id, an unambiguous prefix of an id, or "@last" for the newest job. An unknown
     id raises NotFound.
@@ -107,6 +115,10 @@ class DistillClient:
         - `timeout`: seconds for one unary call; streams have no timeout
         - `patience_seconds`: how long a stream waits for a server that cannot be reached
         """
+        # A copy in another process opens a connection of its own, with the token of that process.
+        self._copy = partial(
+            DistillClient, address, timeout=timeout, patience_seconds=patience_seconds
+        )
         self._connection = ServerConnection(
             address, timeout=timeout, patience_seconds=patience_seconds
         )
@@ -123,71 +135,107 @@ class DistillClient:
     ) -> None:
         self.close()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._copy, ()
+
     def close(self) -> None:
         """Close the connection and cancel open streams. The client cannot be used afterwards."""
-        self._connection.channel.close()
+        if not is_forked():  # the connection is the parent's
+            self._connection.close()
 
     def submit(
-        self, config: AnyJob, *, config_text: str = "", idempotency_key: str | None = None
+        self,
+        job: JobSource,
+        *,
+        upload: bool = False,
+        report: Report = lambda progress: None,
+        idempotency_key: str | None = None,
     ) -> JobHandle:
         """Queue a job, and return it.
 
-        `config_text`: the text of the job file, which the server stores in the run directory. A
-        second submission with the same `idempotency_key` returns the first job.
+        `job`: a job such as OnPolicyJob, the result of `load_job`, or a dict with the tables of a
+        job file. Paths of files on this machine become absolute. `upload`: send these files to the
+        server, as `upload` does. The text of a job file is stored in the run directory. A second
+        submission with the same `idempotency_key` returns the first job.
 
-        Raises the errors of the server's checks of the job, such as InvalidInput or WrongState.
+        Raises InvalidInput with all problems of the job, and the errors of the server's checks of
+        the job, such as InvalidInput or WrongState.
         """
+        [file] = self._prepare([load_job(job)], upload, report)
         key = idempotency_key or secrets.token_hex(16)
-        job = send_known_keys(
+        queued_job = send_known_keys(
             lambda omitted: self._connection.call(
-                self._stub.SubmitJob, _submit_request(config, config_text, key, omitted)
+                self._stub.SubmitJob, _submit_request(file.config, file.text, key, omitted)
             )
         )
-        return _handle_of(self, job)
+        return _handle_of(self, queued_job)
 
     def submit_all(
-        self, configs: Sequence[AnyJob], *, config_text: str = "", idempotency_key: str = ""
+        self,
+        jobs: Sequence[JobSource],
+        *,
+        upload: bool = False,
+        report: Report = lambda progress: None,
+        idempotency_key: str = "",
     ) -> Sequence[JobHandle]:
         """Queue all of the jobs or none, and return the jobs in the same order.
 
-        `after` and values such as `@NAME/store` may refer to earlier jobs of the list. Arguments
-        and errors are those of `submit`.
+        `after` and values such as `@NAME/store` may refer to earlier jobs of the list. A dict with
+        a table `sweep` gives several jobs. Arguments and errors are those of `submit`.
         """
+        files = self._prepare([file for job in jobs for file in load_jobs(job)], upload, report)
+        if len(files) == 1:  # older servers have no SubmitJobs
+            [file] = files
+            return [self.submit(file, idempotency_key=idempotency_key or None)]
         # One key per call, so that a retry of the call cannot queue the jobs twice.
         key = idempotency_key or secrets.token_hex(16)
-        # In the first request only: a hundred copies of the text can exceed the size of a message.
-        texts = [config_text] + [""] * len(configs)
 
         def send(omitted: Collection[str]) -> pb.SubmitJobsResponse:
-            jobs = [
-                _submit_request(config, texts[n], f"{key}/{n}", omitted)
-                for n, config in enumerate(configs)
-            ]
-            request = pb.SubmitJobsRequest(jobs=jobs)
+            requests = []
+            earlier_texts = {""}
+            for n, file in enumerate(files):
+                # Once for all jobs of a file: a hundred copies can exceed the size of a message.
+                text = "" if file.text in earlier_texts else file.text
+                earlier_texts.add(text)
+                requests.append(_submit_request(file.config, text, f"{key}/{n}", omitted))
+            request = pb.SubmitJobsRequest(jobs=requests)
             return self._connection.call(self._stub.SubmitJobs, request)
 
         return [_handle_of(self, job) for job in send_known_keys(send).jobs]
 
+    def _prepare(self, files: Sequence[JobFile], upload: bool, report: Report) -> list[JobFile]:
+        """Return the jobs with paths that the server can open."""
+        configs = [file.config for file in files]
+        configs = self.upload(configs, report) if upload else [*map(localized, configs)]
+        return [replace(file, config=config) for file, config in zip(files, configs, strict=True)]
+
     def upload(self, configs: Sequence[_Job], report: Report = lambda progress: None) -> list[_Job]:
-        """Upload the files that jobs name. Return the jobs with the paths of the files on the
-        server.
+        """Check and upload the files that jobs name. Return the jobs with the paths of the files on
+        the server.
 
         Hub ids and names that do not exist on this machine are unchanged. Files that the server
-        already has are not sent again. Raises InvalidInput, naming the key, if a file cannot be
-        sent, and WrongState if the files do not fit on the server's disk.
+        already has are not sent again. Raises InvalidInput, naming the key, if a file is not valid
+        or cannot be sent, and WrongState if the files do not fit on the server's disk.
         """
+        from clients.preflight.data_files import check_data
+        from clients.preflight.models import check_models
+
+        for config in configs:
+            check_data(config, only_existing=True)
+            check_models(config, here=False)
         return [*map(Uploader(self._connection, self._stub, report).upload, configs)]
 
-    def check(self, *configs: AnyJob) -> None:
+    def check(self, *jobs: JobSource) -> None:
         """Raise the error that `submit` or `submit_all` would raise. Queues nothing."""
+        configs = [localized(file.config) for job in jobs for file in load_jobs(job)]
 
         def send(omitted: Collection[str]) -> None:
             if len(configs) == 1:
                 check_request = pb.CheckJobRequest(config_json=config_json(configs[0], omitted))
                 self._connection.call(self._stub.CheckJob, check_request, retry=False)
                 return
-            jobs = [_submit_request(config, "", "", omitted) for config in configs]
-            request = pb.SubmitJobsRequest(jobs=jobs, check_only=True)
+            requests = [_submit_request(config, "", "", omitted) for config in configs]
+            request = pb.SubmitJobsRequest(jobs=requests, check_only=True)
             self._connection.call(self._stub.SubmitJobs, request, retry=False)
 
         send_known_keys(send)

@@ -168,7 +168,8 @@ def test_killed_anywhere_it_comes_to_the_same_bits(
     ]
     file = tmp_path / "pipeline.yaml"  # JSON is a subset of YAML
     file.write_text(json.dumps({"job": job_documents}))
-    configs = [loaded.config for loaded in load_jobs(file)]
+    files = load_jobs(file)
+    configs = [loaded.config for loaded in files]
     assert configs == make_pipeline(material)
     expected_digests = result_digests(run_one_by_one(tmp_path / "plain", configs, teacher))
 
@@ -180,7 +181,7 @@ def test_killed_anywhere_it_comes_to_the_same_bits(
     )
     hits = []
     with DistillClient(server.address) as client:
-        jobs = client.submit_all(configs, config_text=file.read_text())
+        jobs = client.submit_all(files)
         killer = Killer(server, client)
         for number, step, victim in plan:
             # A capture counts sequences.

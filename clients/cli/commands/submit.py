@@ -65,28 +65,23 @@ def submit(
     ] = False,
 ) -> ExitCode:
     """Submit the job or jobs of a file to the server, without waiting for their end."""
-    from clients.config.file import load_jobs, localized
+    from clients.config.file import load_jobs
     from clients.config.sweep import LABEL
 
     settings = settings_of(context)
     output = settings.output
     files = load_jobs(job, overrides(sets, name))
-    configs = [file.config if upload else localized(file.config) for file in files]
+    configs = [file.config for file in files]
     if dry_run:
         print_values(output, files)
         if not (upload and _print_planned_uploads(output, configs)):
             _check_with_server(settings, configs)
         return ExitCode.OK
     with settings.client() as client:
-        if upload:
-            configs = _upload_files(client, output, configs)
-        else:
-            _print_server_paths(output, configs, are_absolute=False)
-        text = files[0].text
-        if len(configs) == 1:  # older servers have no submit_all
-            handles = [client.submit(configs[0], config_text=text, idempotency_key=key or None)]
-        else:
-            handles = [*client.submit_all(configs, config_text=text, idempotency_key=key)]
+        _print_server_paths(output, configs, are_absolute=upload)
+        handles = client.submit_all(
+            files, upload=upload, report=UploadReport(output), idempotency_key=key
+        )
         print_jobs(output, handles, [handle.id for handle in handles])
         for handle in handles:
             if handle.phase.startswith("WAITING"):  # for a teacher
@@ -101,18 +96,6 @@ def submit(
         output.say(f"  distill logs -f {handle.id}  show its log")
         output.say(f"  distill cancel {handle.id}   stop it after a checkpoint")
     return ExitCode.OK
-
-
-def _upload_files(client: DistillClient, output: Output, configs: Sequence[AnyJob]) -> list[AnyJob]:
-    """Check the files of the jobs, send them to the server, and return the jobs."""
-    from clients.preflight.data_files import check_data
-    from clients.preflight.models import check_models
-
-    _print_server_paths(output, configs, are_absolute=True)
-    for config in configs:
-        check_data(config, only_existing=True)
-        check_models(config, here=False)
-    return client.upload(configs, UploadReport(output))
 
 
 def _print_planned_uploads(output: Output, configs: Sequence[AnyJob]) -> bool:

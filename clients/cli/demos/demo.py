@@ -161,7 +161,7 @@ def _train_student(
         ],
     )
     with DistillClient(server) as client:
-        job_id = client.submit(file.config, config_text=file.text).id
+        job_id = client.submit(file).id
         output.say(f"submitted {job_id} to the server at {server}")
         with _cancelled_on_error(client, job_id, output):
             progress = _watch_job(client, job_id, directory, output)

@@ -5,8 +5,13 @@ The string under each field is its description in docs/reference.md and `distill
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+import importlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import date, time
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -24,6 +29,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from clients.data.object_urls import is_object_url, place_of
+from protos.errors import InvalidInput
 
 # The upper end keeps every count within the integers of messages and of SQLite.
 Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -86,7 +92,11 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Table(BaseModel):
-    """Base class of all tables of a job file. Frozen; unknown keys are refused."""
+    """Base class of all tables of a job file. Frozen; unknown keys are refused.
+
+    The constructor checks its values as those of a job file, and raises InvalidInput with all
+    problems of the table.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -96,6 +106,21 @@ class Table(BaseModel):
         allow_inf_nan=False,
     )
 
+    if not TYPE_CHECKING:  # a type checker derives the arguments from the keys
+
+        def __init__(self, /, **values: Any) -> None:
+            document = json.dumps(document_of(values))
+            validator = self.__pydantic_validator__
+            try:
+                validator.validate_json(document, strict=True, self_instance=self)
+            except ValidationError as error:
+                # By name, because the module imports all subclasses of Table.
+                problems = importlib.import_module("clients.config.problems")
+                raise problems.refusal_of(error, type(self)) from None
+
+        # Only direct calls use this constructor, not the validation of an outer table.
+        __init__.__pydantic_base_init__ = True
+
     def __repr_args__(self) -> Iterator[tuple[str, Any]]:
         """Yield the keys that are set to another value than their default."""
         fitted = self.fitted if isinstance(self, FittedTable) else frozenset[str]()
@@ -104,6 +129,38 @@ class Table(BaseModel):
             default = field.get_default(call_default_factory=True)
             if name in self.model_fields_set and (name in fitted or value != default):
                 yield name, value
+
+
+def document_of(value: Any, key: str = "") -> Any:
+    """Return a value as a job file holds it: a table as a dict of its set keys, a path as text.
+
+    Raises InvalidInput at `key`, or below it, for a value that no job file can hold.
+    """
+    match value:
+        case Table():
+            # `model_copy` refuses no unknown keys, which are in both too.
+            keys = [name for name in value.__dict__ if name in value.model_fields_set]
+            return document_of({name: value.__dict__[name] for name in keys}, key)
+        case Mapping():
+            prefix = f"{key}." if key else ""
+            return {
+                str(name): document_of(inner, f"{prefix}{name}") for name, inner in value.items()
+            }
+        case list() | tuple():
+            return [document_of(inner, f"{key}.{n}") for n, inner in enumerate(value)]
+        case str() | bool() | int() | float() | None:
+            return value
+        case os.PathLike() | date() | time():
+            return str(value)
+        case Integral():  # of numpy
+            return int(value)
+        case Real():
+            return float(value)
+    raise InvalidInput(
+        "must be text, a number, true, false, a list or a table"
+        f" (got a value of the class {type(value).__name__})",
+        field=key,
+    )
 
 
 class FittedTable(Table):

@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 import distill_server.dashboard
 from clients.cli.app import main
 from clients.cli.commands.logs_and_files import decode_lines
-from clients.config.on_policy import OnPolicyJob
+from clients.config.file import JobFile
 from clients.jobs.job import Job, JobEvent, JobState
 from protos.errors import (
     ExitCode,
@@ -79,11 +79,13 @@ class ScriptedClient:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def submit(
-        self, config: OnPolicyJob, *, config_text: str = "", idempotency_key: str | None = None
-    ) -> Job:
-        self.calls.append(("submit", config, config_text, idempotency_key))
-        return make_job(JobState.QUEUED)
+    def submit_all(
+        self, jobs: Sequence[JobFile], *, upload: bool, report: object, idempotency_key: str
+    ) -> list[Job]:
+        [file] = jobs
+        assert not upload
+        self.calls.append(("submit", file.config, file.text, idempotency_key))
+        return [make_job(JobState.QUEUED)]
 
     def get(self, job_id: str) -> Job:
         return make_job()
@@ -279,8 +281,8 @@ def test_submit_prints_the_id_alone(
         ["distill", "cancel"],
     ]
     _, config, text, key = client.calls[0]
-    assert key is None
-    assert (config.name, config.data.path) == ("n", str(tmp_path / "d.jsonl"))
+    assert key == ""
+    assert (config.name, config.data.path) == ("n", "d.jsonl")
     assert text.startswith("student.model")
 
 

@@ -39,9 +39,10 @@ def test_the_job_files_of_the_project(schema: Any, path: Path) -> None:
     [
         {"train": {"learning_rate": [1e-5, 3e-5]}},
         {"train.learning_rate": [1e-5], "method": {"max_new_tokens": [1]}},
+        [{"train.learning_rate": 1e-5}, {"train": {"learning_rate": 3e-5}, "seed": 2}],
     ],
 )
-def test_sweeps_and_files_of_several_jobs(schema: Any, sweep: dict[str, Any]) -> None:
+def test_sweeps_and_files_of_several_jobs(schema: Any, sweep: Any) -> None:
     job = {**JOB, "method": {"type": "on_policy"}}
     schema.validate({**job, "sweep": sweep})
     schema.validate({"job": [job, {**job, "name": "b", "sweep": sweep}]})
@@ -51,6 +52,7 @@ def test_sweeps_and_files_of_several_jobs(schema: Any, sweep: dict[str, Any]) ->
     "fault",
     [
         {"sweep": {}},
+        {"sweep": [{}]},
         {"sweep": {"train": {"learning_rate": 1e-5}}},
         {"sweep": {"train": {"learning_rate": []}}},
         {"tokenizer": "there is no such key"},

@@ -7,9 +7,11 @@ import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from clients.config.file import JobFile
 from clients.jobs.client import DistillClient
 from clients.jobs.job import JobState
 from clients.runs.directory import RunDirectory
@@ -28,7 +30,7 @@ def steps_of(client: DistillClient, job_id: str) -> list[tuple[int, int]]:
 
 def test_submit_watch_succeeded(server: Server, client: DistillClient) -> None:
     config = job_config("My First job!", max_steps=7)
-    job = client.submit(config, config_text="max_steps = 7\n")
+    job = client.submit(JobFile(Path("job.toml"), "max_steps = 7\n", config, {}))
     assert job.state is JobState.QUEUED
     assert job.id.startswith("on-policy-my-first-job-")
     events = list(client.watch(job.id))
