@@ -1,4 +1,4 @@
-"""Type checkers accept the Python examples of the documentation, outside of the checkout."""
+"""Type checkers accept the Python of the documentation and of users, outside of the checkout."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from tests.documents import DOCUMENTS, ROOT, blocks_in
 
+SNIPPETS = "user_snippets.py"
 # Values that an example gets from the text around it.
 GIVEN = {
     "losses": "student_logits: torch.Tensor, teacher_logits: torch.Tensor, token_ids: torch.Tensor",
@@ -31,7 +32,7 @@ IGNORED = 'Cannot access attribute "generate" for class "_BaseModelWithGenerate"
 
 @pytest.fixture
 def examples(tmp_path: Path) -> Path:
-    """A directory with the examples of all documents and of examples/ as files."""
+    """A directory with the examples of all documents, of examples/ and of users as files."""
     for document in DOCUMENTS:
         for block in blocks_in((ROOT / document).read_text(), document):
             if block.kind == "python":
@@ -41,7 +42,7 @@ def examples(tmp_path: Path) -> Path:
                     body = textwrap.indent(text, "    ")
                     text = f"{IMPORTS}\n\ndef example({given}) -> None:\n{body}"
                 (tmp_path / name).write_text(text)
-    for script in (ROOT / "examples").glob("*.py"):
+    for script in (*(ROOT / "examples").glob("*.py"), Path(__file__).with_name(SNIPPETS)):
         (tmp_path / script.name).write_text(script.read_text())
     return tmp_path
 
