@@ -24,6 +24,8 @@ from tests.faults.proxy import Toxics
 FULL_SECONDS = HUNG_SECONDS = FROZEN_SECONDS = STOPPED_SECONDS = 15.0
 SILENT_SECONDS = 20.0
 CLOCK_SECONDS = 20
+# How long a server with --on-stop=checkpoint runs before it gets SIGTERM.
+SERVING_SECONDS = 10.0
 # The longest wait for an upload, the time after its first reset, and the bytes before each.
 UPLOAD_SECONDS, CUT_SECONDS, CUT_BYTES = 20.0, 5.0, (32 << 10, 96 << 10)
 # The first server runs, or its supervisor has not restarted it yet.
@@ -45,6 +47,7 @@ KINDS = {
     "second_server": 1,
     "engine_moved": 1,
     "clock_moved": 1,
+    "server_stopped": 1,
     "upload_cut": 1,
 }
 
@@ -160,6 +163,22 @@ class Chaos:
         seconds = self.random.choice([-CLOCK_SECONDS, CLOCK_SECONDS])
         self._tell(f"server's clock {seconds:+d} s")
         self.installation.move_clock(seconds)
+
+    def server_stopped(self) -> None:
+        """Stop a server with --on-stop=checkpoint by SIGTERM; its trainers end before it.
+
+        Another fault may kill the server, or hold a trainer for longer than --stop-grace.
+        """
+        self.installation.stop_server("checkpoint")
+        time.sleep(SERVING_SECONDS)
+        attempts = len(self.installation.trainers())
+        code = self.installation.stop_server("leave")
+        self._tell("server stopped with checkpoints")
+        remaining = len(self.installation.trainers())
+        if self.kinds == ["server_stopped"] and (code or remaining):
+            self.problems.append(
+                f"the server ended with code {code}, {remaining} of {attempts} processes remain"
+            )
 
     def upload_cut(self) -> None:
         """Reset each connection to the object storage after some KiB, which only uploads have."""

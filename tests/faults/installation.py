@@ -35,6 +35,8 @@ SLOTS = 3
 # A trainer is killed every half minute, so some are killed several times without a new step.
 RETRIES = 20
 DISK_SIZE = "32m"
+# The seconds that a server waits for checkpoints, and that it may need besides on a busy machine.
+STOP_GRACE, STOP_SECONDS = 60.0, 300.0
 
 # Of Debian's package faketime. The times of files stay, and so do the intervals of timers.
 FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
@@ -173,6 +175,14 @@ class Installation:
         variables = {"LD_PRELOAD": str(FAKETIME), "FAKETIME": f"{seconds:+d}s", **FAKETIME_OPTIONS}
         self.server.restart(environment=variables)
 
+    def stop_server(self, on_stop: str) -> int:
+        """End the server, and return its exit code; the next ones have this `--on-stop`."""
+        process = self.server.process
+        self.server.restart(["--on-stop", on_stop])
+        code = process.wait(STOP_GRACE + STOP_SECONDS)
+        until(lambda: self.server.process is not process)
+        return code
+
     def trainers(self) -> list[psutil.Process]:
         """Return every process of every attempt, including the shims."""
         processes = []
@@ -227,6 +237,7 @@ def run_installation(root: Path, material: Material) -> Iterator[Installation]:
             *(*python, "distill_server", "--runs", str(runs), "--port", str(server_port)),
             *("--database", str(disk / "server.db"), "--slots", str(SLOTS)),
             *("--threads-per-job", "1", "--backoff", "0.5", "--retries", str(RETRIES)),
+            *("--stop-grace", str(STOP_GRACE), "--on-stop", "leave"),
         ]
         environment = {} if storage is None else storage.environment
         server = keep(Service("server", server_command, root, environment))
