@@ -89,6 +89,11 @@ class JobView:
         return texts
 
 
+def describe_state(state: str, phase: str) -> str:
+    """Return the state of a job and its phase, as every display shows them: `RUNNING training`."""
+    return f"{state} {phase}".rstrip()
+
+
 def kl_of(metrics: Mapping[str, float]) -> tuple[str, float] | None:
     """Return label and value of the KL or of its lower bound, or None if neither was measured."""
     return next(((label, metrics[name]) for label, name in KL.items() if name in metrics), None)

@@ -25,7 +25,7 @@ from clients.cli.chosen_jobs import (
 from clients.cli.output import Output
 from clients.cli.settings import JobArgument, JobsArgument, settings_of
 from clients.jobs.job import TERMINAL, Job, JobState
-from clients.jobs.view import duration, kl_of
+from clients.jobs.view import describe_state, duration, kl_of
 from protos.errors import (
     DistillError,
     Forbidden,
@@ -396,7 +396,7 @@ def _describe_job(job: Job) -> str:
         ("name", plain(job.name)),
         ("owner", plain(job.owner)),
         ("labels", plain(", ".join(f"{name}={text}" for name, text in job.labels.items()))),
-        ("state", plain(f"{job.state} {job.phase}".rstrip())),
+        ("state", plain(describe_state(job.state, job.phase))),
         ("reason", plain(job.reason)),
         ("steps", f"{job.step}/{job.max_steps}, attempt {job.attempt}"),
         ("created", _format_time(job.created_at)),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from clients.cli.output import Output
 from clients.jobs.job import TERMINAL, JobEvent, JobState
-from clients.jobs.view import JobView, evaluation, sparkline
+from clients.jobs.view import JobView, describe_state, evaluation, sparkline
 from protos.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -122,13 +122,13 @@ class LiveBlock:
         )
         numbers = Text("   ".join(f"{name} {value}" for name, value in job.facts()))
         curve = sparkline(job.kl_history, unicode="utf" in self._console.encoding.lower())
-        state = Text(f"{job.state} {job.phase}".rstrip(), style="bold")
+        state = Text(describe_state(job.state, job.phase), style="bold")
         return Group(Text(job.job_id) + Text("  ") + state, bar, numbers, Text(curve, style="cyan"))
 
 
 def line_of(job: JobView, event: JobEvent) -> str:
     """Format an event as one line: `job-7f3a RUNNING training  12/500  loss 0.41  eta 3m20s`."""
-    parts = [f"{job.job_id} {job.state} {job.phase}".rstrip()]
+    parts = [f"{job.job_id} {describe_state(job.state, job.phase)}"]
     if job.attempt > 1:
         parts.append(f"attempt {job.attempt}")
     if job.step:

@@ -14,7 +14,7 @@ from clients.jobs.plots.panels import panels_of
 from clients.jobs.plots.stages import bars_of, stages_of
 from clients.jobs.plots.svg import bars_svg, panel_svg
 from clients.jobs.record import JobRecord
-from clients.jobs.view import KL, duration
+from clients.jobs.view import KL, describe_state, duration
 
 
 def report_page(record: JobRecord) -> str:
@@ -38,10 +38,10 @@ def report_page(record: JobRecord) -> str:
 
 def _render_verdict(record: JobRecord) -> str:
     job = record.job
-    phase = f" ({escape(job.phase)})" if job.phase and job.state == "RUNNING" else ""
+    state = describe_state(job.state, job.phase)
     reason = f": {escape(job.reason)}" if job.reason else ""
     attempts = f", attempt {job.attempt}" if job.attempt > 1 else ""
-    summary = f'<span class="verdict {job.state.lower()}">{job.state}</span>{phase}{reason}'
+    summary = f'<span class="verdict {job.state.lower()}">{escape(state)}</span>{reason}'
     return f"<p>{summary}<br>step {job.step} of {job.max_steps}{attempts}</p>"
 
 

@@ -289,7 +289,9 @@ def test_a_report_without_a_teacher_names_what_it_did(make_run: MakeRun) -> None
     assert {"making the sequences", "tokens learned", "optimizer"} <= set(words)
     assert not {"sampling rollouts", "waiting for the teacher", "tokens scored"} & set(words)
     answers = [replace(point, metrics=point.metrics | {"length/truncated": 0}) for point in points]
-    words = Page(report_page(replace(record, points=answers))).words
+    job = replace(record.job, state=JobState.QUEUED, phase="WAITING disk")  # as in `distill show`
+    words = Page(report_page(replace(record, points=answers, job=job))).words
+    assert "QUEUED WAITING disk" in words
     assert "sampling rollouts" in words
 
 
