@@ -117,9 +117,9 @@ bias 0 at every k.
 
 {effects_table(effects, "bias over the gradient")}
 
-**Necessary k.** The table has the smallest measured k with an error of at most a quarter, and at
-most a tenth, of the gradient. The error is the bias for modes without samples, and the sd for 8
-draws or teacher samples:
+**Necessary k.** The table has two values for each mode: the smallest measured k with an error of
+at most a quarter of the gradient, and the smallest with at most a tenth. For modes without samples,
+the error is the bias. For modes with 8 draws or 8 teacher samples, it is the standard deviation:
 
 {format_needed_k(groups)}
 

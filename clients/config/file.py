@@ -266,7 +266,7 @@ def _draft_at_point(draft: _Draft, point: SweepPoint) -> _Draft:
         labels = {LABEL: name, **point.texts}
         if common_labels := sorted(labels.keys() & own_labels.keys()):
             raise SweepFault(
-                (), f"the sweep sets the label {common_labels[0]!r}; remove this label"
+                (), f"the sweep sets the label {common_labels[0]!r}; remove it from labels"
             )
         values |= {"name": name + point.suffix, "labels": {**own_labels, **labels}}
     return replace(draft, values=values, problems=[], sweep=str(name), swept=tuple(point.values))

@@ -66,7 +66,10 @@ def _table_class(info: FieldInfo) -> type[BaseModel] | None:
 
 
 def holds_text(path: KeyPath) -> bool:
-    """Return True if the key is a string in some method, and accepts no number, boolean or list."""
+    """Return True if the value of the key is a string in at least one method.
+
+    A key that accepts a number, a boolean or a list in any method does not count.
+    """
     infos = (fields(kind).get(path) for kind in KINDS.values())
     type_options = [(info.annotation, *get_args(info.annotation)) for info in infos if info]
     other_types = (bool, int, float)

@@ -1,8 +1,8 @@
 """Images of a prompt: decoding for a model, and conversion of placeholders to image tokens.
 
 Token ids are collapsed or expanded. Collapsed ids have one placeholder per image. Requests, the row
-cache and stores use collapsed ids, and count `start` in them. Expanded ids are the input of a model
-and have one placeholder per image token. The number of image tokens depends on the model's
+cache and stores use collapsed ids, and `start` is a position in them. Expanded ids are the input of
+a model and have one placeholder per image token. The number of image tokens depends on the model's
 processor, so teacher and student expand the same prompt differently. Only `expanded_ids` and
 `collapsed_ids` convert between the two forms.
 """

@@ -55,7 +55,7 @@ def services_of(config: JobConfig) -> Mapping[str, str | list[str]]:
 
 
 def adapter_of(config: JobConfig) -> str:
-    """Return the adapter of the teacher that the job uses, or ""."""
+    """Return the name of the adapter that the job selects at its teacher, or ""."""
     return (config.teacher_link and config.teacher_link.adapter) or ""
 
 

@@ -26,13 +26,14 @@ class LogitDataset:
     arrays and one int. With T tokens in the sequence and n = T - start scored tokens:
 
     - `input_ids`: int32 [T]
-    - `start`: int, the first scored position; the first row is about token `start`
+    - `start`: int, the first scored position; the first row is the distribution of token `start`
     - `head_ids`: int32 [n, K]
     - `head_logprobs`: float16 or float32 [n, K], the precision of the capture
     - `tail_logmass`: float32 [n]
     - `token_logprobs`: float32 [n]
     - `tail_sample_ids`: int32 [n, M], only if the capture drew M tail samples per row
-    - `tail_sample_logprob`: float32 [n], the mean log-prob of the row's tail samples, if any
+    - `tail_sample_logprob`: float32 [n], the mean log-prob of the row's tail samples, only with
+      `tail_sample_ids`
 
     `path` may be a URL of object storage. All files are then first copied to the user's cache.
 

@@ -132,7 +132,7 @@ class Tally:
 
 
 def job_of(row: sqlite3.Row) -> Job:
-    """Convert a row of the table `jobs` with all its columns."""
+    """Return the Job of a row of the table `jobs`; the row has all columns."""
     values = parse_row(row)
     for name in ("number", "place", "priority", "queued_at", "imported_at"):
         del values[name]

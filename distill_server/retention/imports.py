@@ -170,7 +170,7 @@ def _discard_copy(connection: sqlite3.Connection, runs: Path, name: str) -> None
 
 
 def _read_history(run: RunDirectory) -> dict[int, Sequence[Change]]:
-    """Return the changes of each attempt, from 1 on, as a server would have recorded them."""
+    """Return the changes of state by attempt number, as a server would have recorded them."""
     status = run.read_status() or Status(attempt=1, verdict="running")
     _require_within("status.json: attempt", status.attempt, 1, _MAX_ATTEMPTS)
     _require_within("status.json: step", status.step, 0, _MAX_STEPS)

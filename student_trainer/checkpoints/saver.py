@@ -151,7 +151,7 @@ class Saver:
             time.sleep(_PAUSE)
 
     def close(self) -> None:
-        """Wait for this process's thread. Not collective: for a run that ends with an error.
+        """Wait for this process's thread. Not collective, so a run with an error can call it.
 
         Until the launcher kills this process, the thread continues even if another rank exits.
         """

@@ -1,4 +1,4 @@
-"""The inputs of the trainer (the sequences of a step, and the objective), and their metrics."""
+"""The inputs of the trainer: the sequences of a step and the objective, and the metrics of both."""
 
 from __future__ import annotations
 

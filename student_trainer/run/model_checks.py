@@ -61,7 +61,7 @@ def check_top_k(top_k: int, width: int, field: str) -> None:
         raise InvalidInput(
             f"{top_k} is more than the {width} token ids of the student",
             field=field,
-            hint=f"lower the value to at most {width}, where the KL is exact",
+            hint=f"set the value to at most {width}; the KL is exact at {width}",
         )
 
 

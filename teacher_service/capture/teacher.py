@@ -83,7 +83,7 @@ class TeacherFacts:
         """Return the facts of this teacher for a student with `width` logits.
 
         The rows then cover the ids that teacher and student have in common. Raises WrongState if
-        other ids have tokens.
+        an id that only one of the two has is a token, and no padding.
         """
         common_size = common_ids(width, self.vocab_size, "teacher", tokens_of(tokenizer))
         require_narrowing(self, common_size, "teacher", "student.model")

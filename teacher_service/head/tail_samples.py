@@ -62,7 +62,10 @@ def _draw_at(weights: Tensor, running: Tensor, levels: Tensor) -> Tensor:
 
 
 def running_sums(weights: Tensor) -> Tensor:
-    """Return the running sums, float64 [n, G], of the groups of weights [n, V]."""
+    """Return the running sums over groups of `weights`, float64 [n, G].
+
+    The V weights [n, V] of a row are added in G groups; entry g is the sum of the groups 0 to g.
+    """
     return _accumulate(_sum_groups(weights).double())
 
 

@@ -54,8 +54,9 @@ class RowScorer:
     async def score(self, query: ScoreQuery, sender: Sender | None = None) -> RowAnswer:
         """Return the rows of `query`, all from one version of the weights.
 
-        For `sender`, see FairQueue. A query of a background sender is scored separately from an
-        equal query of another sender, so that the other sender does not wait for it.
+        For `sender`, see FairQueue. Equal queries are scored once, but a query of a
+        background sender is not joined with an equal query of another sender, because the other
+        sender would then wait for background work.
 
         If a weight update is applied before the query is scored, the rows are from the new version.
         Raises Overloaded if the queue is full, or the error of the engine.
