@@ -20,6 +20,7 @@ from clients.runs.directory import RunDirectory, Verdict
 from clients.runs.progress import AttemptDied, Progress, prepare, run_to_verdict
 from clients.runs.started_services import connected
 from clients.store.copies import files_on_disk
+from protos.errors import InvalidInput
 from student_trainer.parallel.launcher import end_with_launcher, is_main_process
 from student_trainer.rewards import Rewards, make_rewards
 from student_trainer.rollout_client.local_services import rollout_services
@@ -57,23 +58,31 @@ def main() -> int:
     )
     return run_to_verdict(
         progress,
-        lambda: _detect_lost_process(
+        lambda: _explain_errors(
             lambda: _run_attempt(run, config, progress, options.attempt, options.from_step)
         ),
         run.held() if is_main_process() else nullcontext(),
     )
 
 
-def _detect_lost_process(attempt: Callable[[], Verdict]) -> Verdict:
+def _explain_errors(attempt: Callable[[], Verdict]) -> Verdict:
     """Return the result of `attempt()`.
 
-    Raises AttemptDied if `attempt` fails because another process died or does not answer.
+    Raises AttemptDied if `attempt` fails because another process died or does not answer, and
+    InvalidInput if the memory of the GPU or of the machine is too small.
     """
     try:
         return attempt()
     except RuntimeError as error:
-        from student_trainer.parallel.collectives import is_lost_process_error
+        from student_trainer.parallel.collectives import is_lost_process_error, is_out_of_memory
 
+        if is_out_of_memory(error):
+            raise InvalidInput(
+                f"not enough memory: {str(error).partition('. ')[0]}",
+                field="train.tokens_per_micro_batch",
+                hint="lower the value; `distill plan JOB.toml` computes the memory of the job and"
+                " names other keys that save memory",
+            ) from error
         if is_lost_process_error(error):
             fault = str(error).partition(". ")[0]
             end = "not answered" if "timed out" in fault.lower() else "died"

@@ -214,7 +214,7 @@ class Learner:
             problem, field = "the gradient is not finite", "train.learning_rate"
             if ranks and self.accelerator.num_processes > 1:
                 problem += f": the loss is not finite on rank {', '.join(map(str, ranks))}"
-            remedy = "lower the learning rate and resume from the checkpoint before this step"
+            remedy = "submit a new job with a lower learning rate"
         if self.skipped_updates > self.config.train.max_skipped_updates:
             raise Corrupt(
                 f"step {step}: {problem}; {self.skipped_updates} consecutive updates were skipped",

@@ -58,6 +58,11 @@ def is_lost_process_error(error: RuntimeError) -> bool:
     return isinstance(error, DistError) or "gloo" in str(error).lower()
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether `error` means that a GPU, or the host, has no memory for a tensor."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 _ERROR_BYTES = 4096  # size of the message that sends an error to the other processes
 Shared = TypeVar("Shared")
 

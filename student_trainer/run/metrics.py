@@ -93,6 +93,7 @@ eval/anchor/reward   eval/reward of the anchor
 eval/anchor/reward_stderr eval/reward_stderr of the anchor
 
 If the job has several teachers, kl/teacher/NAME is kl/teacher over the tokens that NAME scored.
+
 Metrics of an evaluation (method eval), whose steps are answers; those of the last step:
 
 eval/accuracy        share of all answers with a reward of at least 1 (pass@1)

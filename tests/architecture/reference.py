@@ -22,6 +22,7 @@ from clients.config.problems import table_in
 from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
 from tests.architecture.command_reference import format_sections
+from tests.architecture.metrics_reference import format_metrics
 
 OTHER_KINDS = {
     "Offline training": OfflineJob,
@@ -96,7 +97,11 @@ def insert_reference(text: str, reference: str) -> str:
     return text_before + BEGIN + reference + END + text_after_begin.split(END, 1)[1]
 
 
-PAGES = {DOCS / "reference.md": format_tables, DOCS / "cli.md": format_sections}
+PAGES = {
+    DOCS / "reference.md": format_tables,
+    DOCS / "cli.md": format_sections,
+    DOCS / "metrics.md": format_metrics,
+}
 
 if __name__ == "__main__":
     for page, make in PAGES.items():

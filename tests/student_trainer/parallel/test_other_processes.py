@@ -8,10 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch import OutOfMemoryError
 from torch.distributed import DistNetworkError
 
+from clients.runs.directory import Verdict
+from protos.errors import InvalidInput
 from protos.rpc.ports import free_ports
+from student_trainer.__main__ import _explain_errors
 from student_trainer.parallel.collectives import is_lost_process_error, select_interface
 from tests.namespaces import namespace
 
@@ -83,3 +87,17 @@ def test_only_a_lost_process_is_no_verdict() -> None:
     assert is_lost_process_error(RuntimeError(place))
     assert not is_lost_process_error(RuntimeError("shapes differ"))
     assert not is_lost_process_error(OutOfMemoryError("CUDA out of memory"))
+
+
+@pytest.mark.parametrize("place", ["GPU", "host"])
+def test_too_little_memory_names_the_key_that_helps(place: str) -> None:
+    def attempt() -> Verdict:
+        if place == "GPU":
+            raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+        torch.empty(1 << 60)
+        return "succeeded"
+
+    with pytest.raises(InvalidInput, match="not enough memory: ") as caught:
+        _explain_errors(attempt)
+    assert caught.value.field == "train.tokens_per_micro_batch"
+    assert "distill plan" in caught.value.hint
