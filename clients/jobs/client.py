@@ -183,10 +183,13 @@ class DistillClient:
         `after` and values such as `@NAME/store` may refer to earlier jobs of the list. A dict with
         a table `sweep` gives several jobs. Arguments and errors are those of `submit`.
         """
-        files = self._prepare([file for job in jobs for file in load_jobs(job)], upload, report)
+        files = [file for job in jobs for file in load_jobs(job)]
         if len(files) == 1:  # older servers have no SubmitJobs
-            [file] = files
-            return [self.submit(file, idempotency_key=idempotency_key or None)]
+            submission_key = idempotency_key or None
+            return [
+                self.submit(files[0], upload=upload, report=report, idempotency_key=submission_key)
+            ]
+        files = self._prepare(files, upload, report)
         # One key per call, so that a retry of the call cannot queue the jobs twice.
         key = idempotency_key or secrets.token_hex(16)
 
