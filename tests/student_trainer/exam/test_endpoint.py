@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from protos.errors import (
     DistillError,
@@ -291,5 +290,5 @@ def test_keys_that_exclude_each_other(
     material: Material, tmp_path: Path, data: Any, changes: Any, says: str
 ) -> None:
     table = {"path": str(material.prompts), **data}
-    with pytest.raises(ValidationError, match=says):
+    with pytest.raises(InvalidInput, match=says):
         exam(material, tmp_path, data=table, **{"endpoint": "http://x/v1", **changes})

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 from transformers import modeling_flash_attention_utils as flash_attention
 
@@ -127,7 +126,7 @@ def test_on_a_cpu(requested: Any, implementation: str) -> None:
 
 
 def test_flash_is_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValidationError, match="needs dtype = 'bfloat16'"):
+    with pytest.raises(InvalidInput, match="needs dtype = 'bfloat16'"):
         StudentConfig(model="-", attention="flash", dtype="float32")
     settings = StudentConfig(model="-", attention="flash", dtype="bfloat16")
     student = Student(tiny.model(seed=3), bf16=True)
