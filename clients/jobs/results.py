@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from clients.jobs.job import Job
 from clients.runs.best_step import JUDGES, sign_of, unproven_gain
 from clients.runs.metrics_file import Point
 from protos.errors import InvalidInput
+
+# The metrics of a step that tell how far a job has come, by method; the first that a job has.
+_PROGRESS = {
+    "rl": ("reward/mean", "kl/anchor"),
+    "sft": ("cross_entropy",),
+    "eval": ("eval/accuracy", "eval/reward"),
+    "capture": ("bytes",),
+}
+_PROGRESS_OF_OTHERS = ("kl/teacher", "kl/teacher_bound", "cross_entropy", "kl/anchor")
+_LABELS = {
+    "kl/teacher": "kl",
+    "kl/teacher_bound": "kl bound",
+    "kl/anchor": "kl anchor",
+    "cross_entropy": "loss",
+    "reward/mean": "reward",
+    "eval/accuracy": "accuracy",
+    "eval/reward": "reward",
+    "bytes": "stored",
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +50,15 @@ class Result:
     job: Job
     last: Measurement | None
     best: Measurement | None
+
+
+def progress_metric(method: str, metrics: Collection[str]) -> tuple[str, str] | None:
+    """Return the metric, of the names `metrics`, that tells how far a job of a method has come, and
+    its label; None if the job has recorded none of these metrics.
+    """
+    candidates = (*_PROGRESS.get(method, ()), *_PROGRESS_OF_OTHERS)
+    metric = next((metric for metric in candidates if metric in metrics), None)
+    return None if metric is None else (metric, _LABELS[metric])
 
 
 def result_of(job: Job, points: Iterable[Point], metric: str) -> Result:

@@ -36,12 +36,13 @@ from distill_server.dashboard.job_details import (
     sample_steps,
     samples_of,
 )
+from distill_server.dashboard.outcomes import Outcomes
 from distill_server.dashboard.places import Places
 from distill_server.dashboard.responses import job_record, on_error
 from distill_server.dashboard.teachers import Teachers
 from distill_server.jobs.change_notifier import ChangeNotifier
 from distill_server.jobs.control import JobControl
-from distill_server.jobs.rows import JobFilter
+from distill_server.jobs.rows import JobFilter, ListOrder
 from distill_server.jobs.run_files import SharedReads
 from distill_server.jobs.store import JobStore
 from distill_server.people.audit import Audit, Entry
@@ -101,6 +102,9 @@ class Pages:
     grpc_port: int = 0
     turns: Turns = field(default_factory=Turns)
 
+    def __post_init__(self) -> None:
+        self.outcomes = Outcomes(self.store)
+
     async def access(self, request: Request) -> Response:
         """GET /api/access: the caller's role, and whether it may cancel and resume jobs.
 
@@ -128,7 +132,11 @@ class Pages:
         return public_endpoint.address(self.grpc_port)
 
     async def jobs(self, request: Request) -> Response:
-        """GET /api/jobs: one page of jobs and the counts by state, as JSON."""
+        """GET /api/jobs: one page of jobs and the counts by state, as JSON.
+
+        Parameters: `state`, `search` (as in JobFilter), `sort` (a key of ListOrder, after "-" for
+        the largest value first) and `offset`, the number of jobs to leave out.
+        """
         return JSONResponse(await self.turns.run_query(self._page_reader(request)))
 
     async def jobs_events(self, request: Request) -> Response:
@@ -138,7 +146,9 @@ class Pages:
     def _page_reader(self, request: Request) -> Callable[[], Mapping[str, Any]]:
         """Return a function that reads the requested page from the store at each call."""
         parameters = request.query_params
-        before_id = self.store.resolve(parameters["before"]).id if parameters.get("before") else ""
+        offset = _parse_number(parameters.get("offset") or "0", "offset")
+        key = parameters.get("sort") or "-submitted"
+        order = ListOrder(key.removeprefix("-"), key.startswith("-"))
         state, search = _parse_state(parameters.get("state")), parameters.get("search", "")
         if len(search) > _MAX_SEARCH_CHARS:
             raise InvalidInput(
@@ -147,7 +157,9 @@ class Pages:
 
         def read_page() -> Mapping[str, Any]:
             job_filter = JobFilter(search, [state] if state else [])
-            jobs = self.store.page(limit=_PAGE_JOBS, before_id=before_id, job_filter=job_filter)
+            jobs = self.store.page(
+                limit=_PAGE_JOBS, job_filter=job_filter, order=order, offset=offset
+            )
             places = self._read_places()
             return {
                 "jobs": [self._build_row(job, places) for job in jobs],
@@ -162,7 +174,7 @@ class Pages:
         return Places(self.store, self.scheduler, self.machine)
 
     def _build_row(self, job: Job, places: Places) -> Mapping[str, Any]:
-        """Return a job's record with its place in the queue and the remaining time.
+        """Return a job's record with its outcome, its place in the queue and the remaining time.
 
         The time is computed as in `distill watch`.
         """
@@ -170,7 +182,12 @@ class Pages:
         if job.state is JobState.RUNNING:
             for event in self.store.events(job.id, max(0, job.last_seq - WINDOW), WINDOW):
                 progress.add(event)
-        return {**job_record(job), **places.describe(job), "seconds_left": progress.seconds_left}
+        return {
+            **job_record(job),
+            **places.describe(job),
+            **self.outcomes.describe(job),
+            "seconds_left": progress.seconds_left,
+        }
 
     async def job(self, request: Request) -> Response:
         """GET /api/jobs/JOB: one job with its configuration and its place in the queue.

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from clients.config.kinds import parse_job
-from clients.config.summary import summary_of
+from clients.config.summary import JobSummary, summary_of
 from clients.data.preview import MAX_BYTES, Preview, parse_preview
 from clients.jobs.job import TERMINAL, Job, JobEvent, JobState
 from clients.jobs.record import points_of
@@ -42,10 +42,11 @@ def details_of(store: JobStore, job: Job) -> dict[str, Any]:
     most 100 in order of submission, each with its `id`, `name`, `kind`, `state` and the ids
     `before` it; empty if there is no other job.
     """
+    summary = read_summary(job)
     pipeline = store.dependencies.pipeline_of(job.id, _MAX_PIPELINE)
     members = [store.job(member_id) for member_id in pipeline] if len(pipeline) > 1 else []
     return {
-        "summary": summary_record(job),
+        "summary": summary and asdict(summary),
         "verdict": verdict_of(job, points_of(store.evaluations(job.id))),
         "pipeline": [
             {
@@ -60,10 +61,10 @@ def details_of(store: JobStore, job: Job) -> dict[str, Any]:
     }
 
 
-def summary_record(job: Job) -> dict[str, Any] | None:
-    """Return the summary of a job as a JSON record, or None if this version cannot read the job."""
+def read_summary(job: Job) -> JobSummary | None:
+    """Return the summary of a job, or None if this version cannot read the job."""
     try:
-        return asdict(summary_of(parse_job(job.config_json)))
+        return summary_of(parse_job(job.config_json))
     except ValidationError:
         return None
 

@@ -12,6 +12,7 @@ from typing import Any
 from clients.config.kinds import AnyJob
 from clients.jobs.job import Job, JobState
 from distill_server.runners.machine import Share
+from protos.errors import InvalidInput
 
 PHASE_CHARS = 200  # a longer phase is cut
 
@@ -84,8 +85,8 @@ class JobFilter:
     """Selects jobs in one of the states (none: any), of an owner ("": any), with all of the labels.
 
     `before`: only jobs that ended or, if they have not ended, were submitted by this Unix time.
-    Every word of `search` must be in the id, name, state, owner or labels; the case of ASCII
-    letters is ignored.
+    Every word of `search` must be in the id, name, state, owner or labels, which are searched as
+    `NAME=VALUE`; the case of ASCII letters is ignored.
     """
 
     search: str = ""
@@ -100,7 +101,14 @@ class JobFilter:
             f"word{number}": word for number, word in enumerate(self.search.split())
         }
         text = "lower(id || ' ' || name || ' ' || state || ' ' || owner || ' ' || labels)"
-        terms = ["1", *(f"instr({text}, lower(:{name}))" for name in parameters)]
+        pair = "instr(lower(key || '=' || value), lower(:{}))"
+        terms = ["1"]
+        for name, word in list(parameters.items()):
+            term = f"instr({text}, lower(:{name}))"
+            if "=" in str(word):
+                labelled = f"SELECT 1 FROM json_each(labels) WHERE {pair.format(name)}"
+                term = f"({term} OR EXISTS ({labelled}))"
+            terms.append(term)
         if self.states:
             state_names = {f"state{number}": state for number, state in enumerate(self.states)}
             terms.append(f"state IN ({', '.join(f':{name}' for name in state_names)})")
@@ -116,6 +124,43 @@ class JobFilter:
             terms.append(f"EXISTS (SELECT 1 FROM json_each(labels) WHERE {comparison})")
             parameters |= {f"label{number}": key, f"value{number}": label}
         return " AND ".join(terms), parameters
+
+
+_SECONDS = "CASE WHEN started_at THEN coalesce(nullif(ended_at, 0), :now) - started_at END"
+_ORDERS = {
+    "submitted": "number",
+    "name": "lower(name)",
+    "state": "state",
+    "progress": "CASE WHEN max_steps THEN 1.0 * step / max_steps END",
+    "time": _SECONDS,
+    "owner": "owner",
+}
+
+
+@dataclass(frozen=True)
+class ListOrder:
+    """The order of a list of jobs: by `key`, `reverse` with the smallest value last.
+
+    Jobs without a value come last. Jobs with equal values are in the order of submission, newest
+    first. Raises InvalidInput for an unknown key.
+    """
+
+    key: str = "submitted"
+    reverse: bool = True
+
+    def __post_init__(self) -> None:
+        if self.key not in _ORDERS:
+            expected = ", ".join(_ORDERS)
+            raise InvalidInput(f"got {self.key!r}, expected one of {expected}", field="sort")
+
+    def terms(self) -> str:
+        """Return the terms of an SQL ORDER BY on rows of `jobs`; `:now` is the time in seconds."""
+        value = _ORDERS[self.key]
+        direction = "DESC" if self.reverse else "ASC"
+        return f"{value} IS NULL, {value} {direction}, number DESC"
+
+
+NEWEST_FIRST = ListOrder()
 
 
 @dataclass

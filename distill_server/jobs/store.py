@@ -16,7 +16,16 @@ from clients.config.kinds import AnyJob
 from clients.jobs.job import TERMINAL, TRANSITIONS, Job, JobEvent, JobState
 from distill_server.jobs.database import steady_clock, thin_events, transaction
 from distill_server.jobs.job_file import digest_of, is_same_job
-from distill_server.jobs.rows import PHASE_CHARS, JobFilter, NewJob, job_of, parse_row, share_of
+from distill_server.jobs.rows import (
+    NEWEST_FIRST,
+    PHASE_CHARS,
+    JobFilter,
+    ListOrder,
+    NewJob,
+    job_of,
+    parse_row,
+    share_of,
+)
 from distill_server.jobs.rows import Attempt as Attempt
 from distill_server.jobs.rows import Change as Change
 from distill_server.jobs.rows import Tally as Tally
@@ -164,15 +173,24 @@ class JobStore:
         return self.job(rows[0]["id"] if rows else text)
 
     def page(
-        self, *, limit: int, before_id: str = "", job_filter: JobFilter | None = None
+        self,
+        *,
+        limit: int,
+        before_id: str = "",
+        job_filter: JobFilter | None = None,
+        order: ListOrder = NEWEST_FIRST,
+        offset: int = 0,
     ) -> list[Job]:
-        """Return up to `limit` jobs, newest first; only jobs older than `before_id`, if given."""
+        """Return up to `limit` jobs in this order, without the first `offset`; only jobs older than
+        `before_id`, if given.
+        """
         condition, parameters = (job_filter or JobFilter()).condition()
         rows = self._db.execute(
             f"SELECT * FROM jobs WHERE {condition} AND"
             " (:before = '' OR number < (SELECT number FROM jobs WHERE id = :before))"
-            " ORDER BY number DESC LIMIT :limit",
-            {"before": before_id, "limit": limit, **parameters},
+            f" ORDER BY {order.terms()} LIMIT :limit OFFSET :offset",
+            {"before": before_id, "limit": limit, "offset": offset, "now": self._now()}
+            | parameters,
         )
         return [job_of(row) for row in rows]
 
@@ -309,6 +327,19 @@ class JobStore:
             (job_id,),
         )
         return [JobEvent(**parse_row(row)) for row in rows]
+
+    def sampled_steps(self, job: Job, count: int) -> Sequence[JobEvent]:
+        """Return up to `count` events of steps, evenly spaced over the events of a job."""
+        query = (
+            f"SELECT {_EVENT_FIELDS} FROM events"
+            " WHERE job_id = ? AND seq >= ? AND metrics != '{}' ORDER BY seq LIMIT 1"
+        )
+        events: dict[int, JobEvent] = {}
+        for number in range(count):
+            first_seq = 1 + number * job.last_seq // count
+            if row := self._db.execute(query, (job.id, first_seq)).fetchone():
+                events.setdefault(row["seq"], JobEvent(**parse_row(row)))
+        return list(events.values())
 
     def change(self, job_id: str, *changes: Change) -> Job:
         """Apply the changes in order in one transaction, each with its event.

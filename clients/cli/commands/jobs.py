@@ -25,7 +25,7 @@ from clients.cli.chosen_jobs import (
 from clients.cli.output import Output
 from clients.cli.settings import JobArgument, JobsArgument, settings_of
 from clients.jobs.job import TERMINAL, Job, JobState
-from clients.jobs.view import describe_state, duration, kl_of
+from clients.jobs.view import describe_state, duration, size
 from protos.errors import (
     DistillError,
     Forbidden,
@@ -38,7 +38,7 @@ from protos.program.logs import plain
 if TYPE_CHECKING:
     from clients.jobs.results import Measurement, Result
 
-# The column of the KL; of the loss for sft jobs, of the accuracy for eval jobs.
+# The column of the metric that tells how far a job of its method has come.
 RESULT = "result"
 COLUMNS = ("id", "state", "steps", RESULT, "age", "attempt", "owner", "name", "reason")
 
@@ -343,11 +343,9 @@ def facts_of(job: Job) -> Mapping[str, Any]:
 
 
 def _job_row(job: Job, now: float) -> Mapping[str, Any]:
-    label, kl = kl_of(job.metrics) or ("", None)
     return {
         **facts_of(job),
         "steps": f"{job.step}/{job.max_steps}",
-        "kl": "-" if kl is None else f"{kl:.4g} {label}",
         # The clocks of the two machines may differ.
         "age": duration(max(0.0, now - job.created_at)) if job.created_at else "-",
     }
@@ -375,12 +373,14 @@ def _format_measured(measurement: Measurement | None) -> str:
 
 
 def _format_result(row: Mapping[str, Any]) -> str:
-    if row["kl"] != "-":
-        return str(row["kl"])
-    metric_labels = (("cross_entropy", "loss"), ("eval/accuracy", "accuracy"))
+    from clients.jobs.results import progress_metric
+
     metrics = row["metrics"]
-    texts = (f"{metrics[name]:.4g} {label}" for name, label in metric_labels if name in metrics)
-    return next(texts, "-")
+    if (progress := progress_metric(row["kind"], metrics)) is None:
+        return "-"
+    metric, label = progress
+    value = size(metrics[metric]) if metric == "bytes" else f"{metrics[metric]:.4g}"
+    return f"{value} {label}"
 
 
 def _state_reason(row: Mapping[str, Any]) -> str:

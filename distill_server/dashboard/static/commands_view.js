@@ -7,7 +7,7 @@ const MS_TOLD = 2000;
 const OF_ACTIVE = ["watch JOB", "logs JOB --follow", "cancel JOB"];
 /** The commands that a job in a state allows; JOB stands for its id. */
 export const COMMANDS = {
-  SUCCEEDED: ["pull JOB", "report JOB", "logs JOB"],
+  SUCCEEDED: ["pull JOB", "show JOB", "logs JOB"],
   FAILED: ["resume JOB", "logs JOB", "show JOB"],
   CANCELLED: ["resume JOB", "logs JOB", "show JOB"],
 };

@@ -1,8 +1,8 @@
-// The list of jobs, newest first, with pages, a filter by state and a search; updated live.
+// The list of jobs with pages, an order, filters and a search, which are in the page's address; updated live.
 
-import {badge, bar, el, setText} from "./dom.js";
+import {el, setText} from "./dom.js";
 import {MOST_COMPARED} from "./compare_page.js";
-import {ago, duration, klWithKind, moment, number, percent, waitOf, whyQueued} from "./figures.js";
+import {COLUMNS, fillRow} from "./job_row.js";
 import {follow} from "./server.js";
 
 // The delay after the last keystroke before a search starts.
@@ -10,8 +10,9 @@ const MS_BEFORE_SEARCH = 250;
 // Redraw regularly, because texts such as "3m ago" change without any event.
 const MS_BETWEEN_DRAWINGS = 10000;
 const STATES = ["RUNNING", "QUEUED", "PREPARING", "CANCELLING", "SUCCEEDED", "FAILED", "CANCELLED"];
-const COLUMNS = ["Job", "State", "Progress", "Loss", "KL", "Tokens/s", "Wait", "ETA", "Submitted"];
-
+const MOST_FACETS = 10;
+// The characters of a long name that are always shown.
+const TAIL = 16;
 /** Shows the list of jobs in `root`; returns the function that closes the page. */
 export function openJobs(root) {
   const page = new JobsPage(root);
@@ -25,40 +26,55 @@ export function openJobs(root) {
 
 class JobsPage {
   constructor(root) {
-    this.state = "";
+    const asked = new URLSearchParams(location.hash.split("?")[1] ?? "");
+    this.state = asked.get("state") ?? "";
+    this.sort = asked.get("sort") ?? "-submitted";
+    this.offset = Number(asked.get("offset")) || 0;
     this.close = () => {};
-    // The `before` ids of this page and all newer pages, for the button "Newer".
-    this.cursors = [""];
     // The ids to compare; they stay selected on other pages of the list.
-    this.chosen = new Set();
+    this.chosen = new Set((asked.get("chosen") ?? "").split(",").filter(Boolean));
     this.rows = new Map();
     this.compare = el("button", {type: "button", hidden: true, click: () => this.openCompare()});
     this.capacity = el("p", {class: "capacity hint", role: "status"});
     this.filters = el("div", {class: "filters", role: "group", "aria-label": "Jobs by state"});
+    this.facets = el("div", {class: "filters facets", role: "group", "aria-label": "Jobs by owner and label"});
     this.body = el("tbody");
-    this.table = el("table", {class: "jobs"},
-      el("thead", {}, el("tr", {}, COLUMNS.map((name) => el("th", {scope: "col"}, name)))),
-      this.body);
+    this.head = el("tr");
+    this.table = el("table", {class: "jobs"}, el("thead", {}, this.head), this.body);
     this.note = el("p", {class: "notice", hidden: true});
-    this.newer = el("button", {type: "button", click: () => this.turn(-1)}, "Newer");
-    this.older = el("button", {type: "button", click: () => this.turn(1)}, "Older");
+    this.newer = el("button", {type: "button", click: () => this.turn(-1)}, "Previous");
+    this.older = el("button", {type: "button", click: () => this.turn(1)}, "Next");
     this.place = el("span", {role: "status"});
     this.search = el("input", {
-      type: "search", placeholder: "id, name, owner", "aria-label": "Search jobs", maxlength: 100,
+      type: "search", placeholder: "id, name, owner, label=value", "aria-label": "Search jobs", maxlength: 100,
       spellcheck: "false", autocomplete: "off", input: () => this.searchSoon(),
     });
+    this.search.value = asked.get("search") ?? "";
     root.append(
       el("div", {class: "title"}, el("h1", {}, "Jobs"), this.compare, this.search),
-      this.capacity, this.filters, this.note, this.table,
+      this.capacity, this.filters, this.facets, this.note, this.table,
       el("div", {class: "pager"}, this.newer, this.place, this.older));
+    this.drawHead();
+    this.offerCompare();
+  }
+
+  /** Returns what the address and the request have in common: the filters and the order. */
+  asked() {
+    return {state: this.state, search: this.search.value.trim(), offset: this.offset || "",
+      sort: this.sort === "-submitted" ? "" : this.sort};
+  }
+
+  /** Changes the address without a new page, so that it can be shared, and Back returns to it. */
+  writeAddress() {
+    const filled = Object.entries({...this.asked(), chosen: [...this.chosen].join()}).filter(([, value]) => value);
+    history.replaceState(null, "", filled.length ? `#/?${new URLSearchParams(filled)}` : "#/");
   }
 
   look() {
     this.close();
-    const asked = new URLSearchParams({
-      state: this.state, before: this.cursors.at(-1), search: this.search.value,
-    });
-    this.close = follow(`api/events?${asked}`, {
+    this.writeAddress();
+    document.title = `${this.state.toLowerCase()} jobs - distill`.trim();
+    this.close = follow(`api/events?${new URLSearchParams(this.asked())}`, {
       page: (answer) => this.draw(answer),
       fault: (error) => this.tell(error.sentence),
     });
@@ -66,22 +82,32 @@ class JobsPage {
 
   searchSoon() {
     clearTimeout(this.typing);
-    this.typing = setTimeout(() => {
-      this.cursors = [""];
-      this.look();
-    }, MS_BEFORE_SEARCH);
+    this.typing = setTimeout(() => this.narrow({}), MS_BEFORE_SEARCH);
   }
 
   turn(by) {
-    if (by > 0 && this.last) this.cursors.push(this.last);
-    else if (by < 0 && this.cursors.length > 1) this.cursors.pop();
+    this.offset = Math.max(0, this.offset + by * this.answer.page);
     this.look();
   }
 
-  choose(state) {
-    this.state = state;
-    this.cursors = [""];
+  /** Shows the first page of the jobs with another filter or in another order. */
+  narrow(change) {
+    Object.assign(this, {...change, offset: 0});
+    this.drawHead();
     this.look();
+  }
+
+  drawHead() {
+    const focused = document.activeElement?.dataset?.sort;
+    this.head.replaceChildren(...COLUMNS.map(([name, key, title]) => {
+      const current = key && this.sort.replace("-", "") === key.replace("-", "");
+      const turned = this.sort.startsWith("-") ? this.sort.slice(1) : `-${this.sort}`;
+      const order = this.sort.startsWith("-") ? "descending" : "ascending";
+      return el("th", {scope: "col", title, "aria-sort": current ? order : null},
+        key ? el("button", {type: "button", class: "quiet", "data-sort": key,
+          click: () => this.narrow({sort: current ? turned : key})}, name) : name);
+    }));
+    if (focused) this.head.querySelector(`[data-sort="${focused}"]`)?.focus();
   }
 
   draw(answer) {
@@ -90,12 +116,11 @@ class JobsPage {
     setText(this.capacity, capacityText(capacity));
     this.drawFilters(counts);
     this.drawRows(jobs);
-    this.last = jobs.at(-1)?.id;
+    this.drawFacets(jobs);
     const total = this.state ? counts[this.state] : sum(Object.values(counts));
-    const first = (this.cursors.length - 1) * page;
-    this.newer.disabled = this.cursors.length === 1;
-    this.older.disabled = jobs.length < page;
-    setText(this.place, jobs.length ? `${first + 1}-${first + jobs.length} of ${total}` : "");
+    this.newer.disabled = !this.offset;
+    this.older.disabled = this.offset + jobs.length >= total;
+    setText(this.place, jobs.length ? `${this.offset + 1}-${this.offset + jobs.length} of ${total}` : "");
     this.tell(jobs.length ? "" : this.emptyNote());
   }
 
@@ -107,13 +132,36 @@ class JobsPage {
         type: "button",
         "data-state": state,
         "aria-pressed": String(state === this.state),
-        click: () => this.choose(state),
+        click: () => this.narrow({state}),
       }, `${label} `, el("b", {}, String(count)));
     this.filters.replaceChildren(
       make("", "all", sum(Object.values(counts))),
       ...shown.map((state) => make(state, state.toLowerCase(), counts[state])));
     if (focused === undefined) return;
     this.filters.querySelector(`[data-state="${focused}"]`)?.focus();
+  }
+
+  /** Offers the owners and labels of the shown jobs, most frequent first, as words of the search. */
+  drawFacets(jobs) {
+    const counts = new Map();
+    for (const {owner, labels} of jobs) {
+      const pairs = Object.entries(labels).map(([name, text]) => `${name}=${text}`);
+      for (const word of [owner, ...pairs].filter((text) => text && !text.includes(" "))) {
+        counts.set(word, (counts.get(word) ?? 0) + 1);
+      }
+    }
+    const words = this.search.value.split(" ").filter(Boolean);
+    const offered = [...counts].sort(([, one], [, other]) => other - one).slice(0, MOST_FACETS);
+    const shown = JSON.stringify([words, offered]);
+    if (shown === this.offered) return;
+    this.offered = shown;
+    this.facets.replaceChildren(...offered.map(([word, count]) => {
+      const pressed = words.includes(word);
+      return el("button", {type: "button", "aria-pressed": String(pressed), click: () => {
+        this.search.value = (pressed ? words.filter((other) => other !== word) : [...words, word]).join(" ");
+        this.narrow({});
+      }}, `${word} `, el("b", {}, String(count)));
+    }));
   }
 
   drawRows(jobs) {
@@ -133,17 +181,24 @@ class JobsPage {
     const box = el("input", {type: "checkbox", "aria-label": `Compare ${job.name}`, value: job.id,
       change: () => this.select(job.id, box.checked)});
     box.checked = this.chosen.has(job.id);
-    const link = el("a", {href: `#/jobs/${encodeURIComponent(job.id)}`}, job.name);
-    return el("tr", {"data-job": job.id},
-      el("td", {"data-label": COLUMNS[0]},
-        el("div", {class: "pick"}, box, el("div", {}, link,
-          el("small", {}, job.owner ? `${job.id}, ${job.owner}` : job.id)))));
+    const labels = Object.entries(job.labels).map(([name, text]) => `${name}=${text}`);
+    const title = [job.name, job.id, job.owner, ...labels].filter(Boolean).join("\n");
+    // The end of a long name tells the jobs of a sweep apart, so the middle is cut.
+    const end = job.name.length > TAIL ? job.name.slice(-TAIL) : "";
+    const link = el("a", {href: `#/jobs/${encodeURIComponent(job.id)}`, title},
+      el("span", {}, job.name.slice(0, job.name.length - end.length)), el("span", {}, end));
+    return el("tr", {"data-job": job.id}, el("td", {}, el("div", {class: "pick"}, box, link)));
   }
 
   /** Selects a job for the comparison, of at most four. */
   select(id, chosen) {
     if (chosen) this.chosen.add(id);
     else this.chosen.delete(id);
+    this.offerCompare();
+    this.writeAddress();
+  }
+
+  offerCompare() {
     const count = this.chosen.size;
     this.compare.hidden = !count;
     this.compare.disabled = count < 2 || count > MOST_COMPARED;
@@ -166,33 +221,6 @@ class JobsPage {
     this.note.hidden = !sentence;
     this.table.hidden = Boolean(sentence);
   }
-}
-
-/** Replaces all cells of a row but the first. */
-function fillRow(row, job) {
-  const {metrics} = job;
-  const running = job.state === "RUNNING";
-  const [kl, kind] = klWithKind(metrics);
-  const steps = job.max_steps ? `${job.step} / ${job.max_steps}` : String(job.step);
-  const cells = [
-    [badge(job.state), ...stateTexts(job).map((text) => el("small", {}, text))],
-    [bar(job.step, job.max_steps || 1, `progress of ${job.id}`), el("small", {}, steps)],
-    [number(metrics.loss)],
-    [number(kl), kind && el("small", {}, kind)].filter(Boolean),
-    [number(metrics.tokens_per_sec)],
-    [percent(waitOf(metrics))],
-    [running ? duration(job.seconds_left) : "-"],
-    [el("span", {title: moment(job.created_at)}, ago(job.created_at))],
-  ];
-  row.className = job.state.toLowerCase();
-  while (row.children.length > 1) row.lastChild.remove();
-  row.append(...cells.map((cell, index) =>
-    el("td", {"data-label": COLUMNS[index + 1], class: cell[0] === "-" ? "none" : null}, cell)));
-}
-
-function stateTexts(job) {
-  if (job.state !== "QUEUED") return [job.reason || job.phase];
-  return [whyQueued(job), job.reason && `after: ${job.reason}`].filter(Boolean);
 }
 
 function capacityText({slots, cpus, gpus, queued}) {

@@ -198,15 +198,18 @@ def test_a_terminal_shows_lines_of_its_width(
     assert head.endswith("REASON")
 
 
-def test_the_commands_of_the_job_page(client: type[ScriptedClient]) -> None:
+def test_the_commands_of_the_job_page(
+    client: type[ScriptedClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = Path(distill_server.dashboard.__file__).parent / "static" / "commands_view.js"
-    words = re.findall(r"`(\w+ \$\{id\}[^`]*)`", script.read_text())
-    (template,) = re.findall(r"`(distill \$\{words\}[^`]*)`", script.read_text())
-    assert len(words) == 5
-    for command in words:
-        text = template.replace("${words}", command.replace("${id}", "x-7f3a"))
-        _, *arguments = shlex.split(text.replace("${server}", "localhost:1"))
-        assert main(arguments) == 0, text
+    words = set(re.findall(r'"(\w+ JOB[^"]*)"', script.read_text()))
+    assert {command.split()[0] for command in words} == {
+        *("watch", "logs", "cancel", "pull", "resume", "show")
+    }
+    monkeypatch.chdir(tmp_path)
+    for command in sorted(words):
+        _, *arguments = shlex.split(f"distill {command.replace('JOB', 'x-7f3a')} --server h:1")
+        assert main(arguments) == 0, command
 
 
 def test_ctrl_c_while_the_jobs_of_a_file_are_watched(

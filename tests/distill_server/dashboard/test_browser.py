@@ -48,8 +48,9 @@ def test_the_list_is_live_and_searched(site: Site, browser: Browser) -> None:
     eventually(lambda: browser.count(".jobs tbody tr") == 1 == browser.count(row))
     step_text = browser.text(f"{row} td:nth-child(3)")
     eventually(lambda: browser.text(f"{row} td:nth-child(3)") != step_text)
-    remaining_cell = f"{row} td:nth-child(8)"
-    eventually(lambda: browser.text(remaining_cell).endswith("s"))
+    remaining_cell = f"{row} td:nth-child(6)"
+    eventually(lambda: browser.text(remaining_cell).endswith("s left"))
+    assert browser.run("return location.hash") == "#/?search=WANTED+running"
     assert browser.run("return document.activeElement.type") == "search", "typing goes on"
     browser.type("[type=search]", " nothing")
     eventually(lambda: "No job has all of these words" in browser.text(".notice"))
@@ -272,6 +273,17 @@ def test_states_and_a_server_that_comes_back(
     browser.click(".filters [data-state=FAILED]")
     eventually(lambda: browser.attribute("[data-state=FAILED]", "aria-pressed") == "true")
     assert browser.count(".jobs tbody tr") == 3
+    browser.click("[data-sort=name]")
+    eventually(lambda: browser.attribute("th:first-child", "aria-sort") == "ascending")
+    address = browser.run("return location.hash")
+    assert address == "#/?state=FAILED&sort=name"
+    browser.open(f"{site.url}/{address}")
+    eventually(lambda: browser.count(".jobs tbody tr") == 3)
+    assert browser.attribute(".jobs tbody tr", "data-job") == ids[0]
+    heights = browser.run(
+        "return [...document.querySelectorAll('.jobs tbody tr')].map((row) => row.offsetHeight)"
+    )
+    assert max(heights) <= 41
     browser.click(".jobs tbody tr a")
     eventually(lambda: "failed" in browser.text(".title"))
     assert browser.text(".reason") == "the loss is not finite"

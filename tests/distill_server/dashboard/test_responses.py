@@ -125,7 +125,7 @@ def test_ten_thousand_jobs_are_paged(tmp_path: Path, make_site: Callable[..., Si
     site = make_site()
     listed_ids: list[str] = []
     for _ in range(MANY):
-        answer = site.ask(f"/api/jobs?before={listed_ids[-1] if listed_ids else ''}")
+        answer = site.ask(f"/api/jobs?offset={len(listed_ids)}")
         assert len(answer.body) < 100_000
         page = answer.json()
         assert page["counts"]["SUCCEEDED"] == MANY
@@ -134,7 +134,9 @@ def test_ten_thousand_jobs_are_paged(tmp_path: Path, make_site: Callable[..., Si
         listed_ids += [job["id"] for job in page["jobs"]]
     assert listed_ids == ids[::-1]
     assert site.ask("/api/jobs?state=FAILED").json()["jobs"] == []
-    assert site.ask("/api/jobs?state=NOSUCH").status == 400
+    assert [job["id"] for job in site.ask("/api/jobs?sort=submitted").json()["jobs"]] == ids[:50]
+    for wrong in ("state=NOSUCH", "sort=nothing", "offset=-1"):
+        assert site.ask(f"/api/jobs?{wrong}").status == 400
 
 
 def fill(connection: sqlite3.Connection, ids: list[str]) -> None:

@@ -1,0 +1,71 @@
+"""What a row of the list shows of a job: its models, its progress and its evaluations."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from clients.jobs.job import Job
+from clients.jobs.record import points_of
+from clients.jobs.results import judging_metric, progress_metric, result_of
+from distill_server.dashboard.job_details import read_summary
+from distill_server.jobs.store import JobStore
+
+_CURVE_POINTS = 32
+# A job that has not changed since the last page is not read again.
+_MAX_JOBS = 2000
+
+
+class Outcomes:
+    """Reads the outcomes of jobs, and keeps those of the jobs that were read last."""
+
+    def __init__(self, store: JobStore) -> None:
+        self._store = store
+        self._cached = lru_cache(_MAX_JOBS)(self._read)
+
+    def describe(self, job: Job) -> dict[str, Any]:
+        """Return `summary`, `result` and `held_out` of a job as a JSON record.
+
+        `summary` is `STUDENT <- TEACHER, DATA`. `result` is the metric that tells how far a job of
+        its method has come: its `metric`, `label`, newest `value`, and `curve`, up to 32 values
+        over the steps. `held_out` is the newest evaluation: its `metric`, `label`, `value`, `step`,
+        and the value and step of the `best` one. Both are null if there is none.
+        """
+        return self._cached(job.id, job.last_seq)
+
+    def _read(self, job_id: str, last_seq: int) -> dict[str, Any]:
+        job = self._store.job(job_id)
+        summary = read_summary(job)
+        return {
+            "summary": "" if summary is None else str(summary),
+            "result": self._read_progress(job),
+            "held_out": self._read_evaluations(job),
+        }
+
+    def _read_progress(self, job: Job) -> dict[str, Any] | None:
+        points = points_of(self._store.sampled_steps(job, _CURVE_POINTS))
+        # The newest step may lack a metric that others have.
+        names = {name for point in points for name in point.metrics} | set(job.metrics)
+        if (progress := progress_metric(job.kind, names)) is None:
+            return None
+        metric, label = progress
+        curve = [point.metrics[metric] for point in points if metric in point.metrics]
+        value = job.metrics.get(metric, curve[-1] if curve else None)
+        return {"metric": metric, "label": label, "value": value, "curve": curve}
+
+    def _read_evaluations(self, job: Job) -> dict[str, Any] | None:
+        points = points_of(self._store.evaluations(job.id))
+        metric = judging_metric([points])
+        result = result_of(job, points, metric)
+        if result.last is None or result.best is None:
+            return None
+        last, best = result.last, result.best
+        return {
+            "metric": metric,
+            "label": metric.removeprefix("eval/")
+            .replace("cross_entropy", "loss")
+            .replace("_", " "),
+            "value": last.value,
+            "step": last.step,
+            "best": {"value": best.value, "step": best.step},
+        }

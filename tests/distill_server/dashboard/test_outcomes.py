@@ -1,0 +1,105 @@
+"""What the list shows of each job, and its orders and filters by label."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clients.config.kinds import parse_job
+from clients.jobs.job import JobState
+from clients.jobs.results import progress_metric
+from distill_server.dashboard.outcomes import Outcomes
+from distill_server.jobs.database import open_database
+from distill_server.jobs.rows import JobFilter, ListOrder
+from distill_server.jobs.store import Change, JobStore, NewJob
+from protos.errors import InvalidInput
+from tests.distill_server.conftest import job_config
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[JobStore]:
+    times = iter(range(1, 10_000))
+    with open_database(tmp_path / "server.sqlite") as connection:
+        connection.execute("PRAGMA synchronous = OFF")
+        yield JobStore(connection, on_change=lambda _: None, now=lambda: float(next(times)))
+
+
+def add_job(store: JobStore, name: str, steps: int = 0, **values: Any) -> None:
+    config = job_config(name, max_steps=steps or 5).model_copy(update=values)
+    config = parse_job(config.model_dump_json())  # type: ignore[assignment]
+    store.add_all([NewJob(name, config, config, owner=f"owner of {name}")])
+    if steps:
+        store.change(name, Change(state=JobState.PREPARING))
+        store.change(name, Change(state=JobState.RUNNING))
+    for step in range(1, steps + 1):
+        metrics = {"loss": 9.0, "kl/teacher": 1 / step}
+        if step in (10, 20, 30):
+            metrics["eval/kl"] = abs(step - 20) + 0.5
+        store.change(name, Change(step=step, metrics=metrics))
+
+
+def test_progress_and_evaluations(store: JobStore) -> None:
+    add_job(store, "long", 100)
+    add_job(store, "new")
+    outcomes = Outcomes(store)
+    outcome = outcomes.describe(store.job("long"))
+    assert outcome["summary"] == "tiny <- teacher at localhost:50052, prompts.jsonl"
+    result = outcome["result"]
+    assert (result["metric"], result["label"], result["value"]) == ("kl/teacher", "kl", 0.01)
+    assert len(result["curve"]) <= 32
+    assert result["curve"] == sorted(result["curve"], reverse=True)
+    assert result["curve"][0] == 1.0
+    best = {"value": 0.5, "step": 20}
+    expected = {"metric": "eval/kl", "label": "kl", "value": 10.5, "step": 30, "best": best}
+    assert outcome["held_out"] == expected
+    new = outcomes.describe(store.job("new"))
+    assert (new["result"], new["held_out"]) == (None, None)
+    store.change("long", Change(step=101, metrics={"kl/teacher": 0.001}))
+    assert outcomes.describe(store.job("long"))["result"]["value"] == 0.001
+
+
+@pytest.mark.parametrize(
+    ("method", "metrics", "label"),
+    [
+        ("rl", {"kl/anchor": 1, "reward/mean": 1}, "reward"),
+        ("sft", {"loss": 1, "cross_entropy": 1}, "loss"),
+        ("offline", {"kl/teacher_bound": 1, "cross_entropy": 1}, "kl bound"),
+        ("eval", {"eval/accuracy": 1}, "accuracy"),
+        ("capture", {"bytes": 1, "tokens_per_sec": 1}, "stored"),
+        ("on_policy", {"loss": 1}, None),
+    ],
+)
+def test_the_metric_of_a_method(
+    method: str, metrics: Mapping[str, float], label: str | None
+) -> None:
+    progress = progress_metric(method, metrics)
+    assert (progress and progress[1]) == label
+
+
+def test_orders_and_labels(store: JobStore) -> None:
+    add_job(store, "b-short", 2, labels={"project": "math", "seed": "1"})
+    add_job(store, "a-long", 9, labels={"project": "chat"})
+    add_job(store, "c-none", labels={"project": "math", "seed": "11"})
+
+    def list_names(key: str = "-submitted", search: str = "", offset: int = 0) -> str:
+        order = ListOrder(key.removeprefix("-"), key.startswith("-"))
+        jobs = store.page(limit=9, job_filter=JobFilter(search), order=order, offset=offset)
+        return " ".join(job.name[0] for job in jobs)
+
+    assert list_names() == "c a b"
+    assert list_names(offset=1) == "a b"
+    assert list_names("name") == "a b c"
+    assert list_names("-name") == "c b a"
+    assert list_names("-time") == "b a c", "a job that has not started comes last"
+    assert list_names("time") == "a b c"
+    assert list_names("-progress") == "a b c"
+    assert list_names("owner") == "a b c"
+    assert list_names(search="project=math") == "c b"
+    assert list_names(search="seed=1 project=math") == "c b"
+    assert list_names(search="seed=11") == "c"
+    assert list_names(search="project=math chat") == ""
+    with pytest.raises(InvalidInput, match="expected one of submitted, name"):
+        ListOrder("metrics; DROP TABLE jobs")
