@@ -51,6 +51,10 @@ class Result:
     last: Measurement | None
     best: Measurement | None
 
+    def equals(self, other: Result) -> bool:
+        """Return whether both jobs have the same best value."""
+        return bool(self.best and other.best and self.best.value == other.best.value)
+
 
 def progress_metric(method: str, metrics: Collection[str]) -> tuple[str, str] | None:
     """Return the metric, of the names `metrics`, that tells how far a job of a method has come, and
@@ -76,6 +80,14 @@ def result_of(job: Job, points: Iterable[Point], metric: str) -> Result:
             default=None,
         )
     return Result(job, measurements[-1] if measurements else None, best)
+
+
+def best_result(results: Iterable[Result], metric: str) -> Result | None:
+    """Return the result with the best value of the metric; None if no job has a best value."""
+    measured = [result for result in results if result.best is not None]
+    sign = sign_of(metric)
+    key = lambda result: sign * result.best.value  # noqa: E731
+    return max(measured, key=key, default=None)
 
 
 def verdict_of(job: Job, points: Sequence[Point]) -> str:

@@ -36,7 +36,7 @@ from distill_server.dashboard.job_details import (
     sample_steps,
     samples_of,
 )
-from distill_server.dashboard.outcomes import Outcomes
+from distill_server.dashboard.outcomes import Outcomes, results_table
 from distill_server.dashboard.places import Places
 from distill_server.dashboard.responses import job_record, on_error
 from distill_server.dashboard.teachers import Teachers
@@ -57,6 +57,7 @@ from protos.rpc.server import ServerEndpoint
 from protos.rpc.transport import is_loopback
 
 _PAGE_JOBS = 50
+_TABLE_JOBS = 100
 _LOG_LINES = 500
 _MAX_SEARCH_CHARS = 100
 _MAX_BODY_BYTES = 4 << 10
@@ -139,6 +140,19 @@ class Pages:
         """
         return JSONResponse(await self.turns.run_query(self._page_reader(request)))
 
+    async def table(self, request: Request) -> Response:
+        """GET /api/table: keys against results (outcomes.py) of at most 100 jobs, the newest ones.
+
+        Parameters: `state` and `search`, as in /api/jobs.
+        """
+        job_filter = _parse_filter(request)
+
+        def read_table() -> Mapping[str, Any]:
+            jobs = self.store.page(limit=_TABLE_JOBS, job_filter=job_filter)
+            return results_table(self.store, jobs)
+
+        return JSONResponse(await self.turns.run_query(read_table))
+
     async def jobs_events(self, request: Request) -> Response:
         """GET /api/events: the page of /api/jobs as an event stream, sent again when it changes."""
         return feed(list_messages(self.notifier, self.turns, self._page_reader(request)))
@@ -149,21 +163,16 @@ class Pages:
         offset = _parse_number(parameters.get("offset") or "0", "offset")
         key = parameters.get("sort") or "-submitted"
         order = ListOrder(key.removeprefix("-"), key.startswith("-"))
-        state, search = _parse_state(parameters.get("state")), parameters.get("search", "")
-        if len(search) > _MAX_SEARCH_CHARS:
-            raise InvalidInput(
-                f"the search is longer than {_MAX_SEARCH_CHARS} characters", field="search"
-            )
+        job_filter = _parse_filter(request)
 
         def read_page() -> Mapping[str, Any]:
-            job_filter = JobFilter(search, [state] if state else [])
             jobs = self.store.page(
                 limit=_PAGE_JOBS, job_filter=job_filter, order=order, offset=offset
             )
             places = self._read_places()
             return {
                 "jobs": [self._build_row(job, places) for job in jobs],
-                "counts": self.store.count_by_state(search),
+                "counts": self.store.count_by_state(job_filter.search),
                 "page": _PAGE_JOBS,
                 "capacity": places.capacity(),
             }
@@ -325,6 +334,7 @@ def make_app(pages: Pages, *, tokens: Tokens, host: str, external: str = "") -> 
     routes = [
         Route("/api/access", pages.access),
         Route("/api/jobs", pages.jobs),
+        Route("/api/table", pages.table),
         Route("/api/events", pages.jobs_events),
         Route(job_path, pages.job),
         Route(f"{job_path}/events", pages.events),
@@ -374,6 +384,17 @@ async def _parse_body(request: Request, kind: type[_Body]) -> _Body:
         first_problem = error.errors(include_url=False)[0]
         path = ".".join(str(part) for part in first_problem["loc"])
         raise InvalidInput(first_problem["msg"], field=path or "body") from error
+
+
+def _parse_filter(request: Request) -> JobFilter:
+    """Parse the parameters `state` and `search`. Raises InvalidInput."""
+    state = _parse_state(request.query_params.get("state"))
+    search = request.query_params.get("search", "")
+    if len(search) > _MAX_SEARCH_CHARS:
+        raise InvalidInput(
+            f"the search is longer than {_MAX_SEARCH_CHARS} characters", field="search"
+        )
+    return JobFilter(search, [state] if state else [])
 
 
 def _parse_state(name: str | None) -> JobState | None:

@@ -1,13 +1,21 @@
-"""What a row of the list shows of a job: its models, its progress and its evaluations."""
+"""What the lists show of a job: its models, its progress and its evaluations."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
 from clients.jobs.job import Job
 from clients.jobs.record import points_of
-from clients.jobs.results import judging_metric, progress_metric, result_of
+from clients.jobs.results import (
+    best_result,
+    differing_labels,
+    judging_metric,
+    progress_metric,
+    result_of,
+)
 from distill_server.dashboard.job_details import read_summary
 from distill_server.jobs.store import JobStore
 
@@ -69,3 +77,35 @@ class Outcomes:
             "step": last.step,
             "best": {"value": best.value, "step": best.step},
         }
+
+
+def results_table(store: JobStore, jobs: Sequence[Job]) -> dict[str, Any]:
+    """Return what `distill table` prints of these jobs, as a JSON record.
+
+    `metric` is the held-out metric, "" without evaluations; `labels` are the names of labels that
+    differ. `rows` has the jobs, with the best value of the metric first, then those without a
+    value: `id`, `name`, `state`, `step`, `max_steps`, `labels`, `last` and `best` (`value`,
+    `step`, `stderr`; null if not measured), and `is_best`.
+    """
+    points = [points_of(store.evaluations(job.id)) for job in jobs]
+    metric = judging_metric(points)
+    results = [result_of(job, of_job, metric) for job, of_job in zip(jobs, points, strict=True)]
+    ordered = []
+    while (best := best_result(results, metric)) is not None:
+        results.remove(best)
+        ordered.append(best)
+    rows = [
+        {
+            "id": result.job.id,
+            "name": result.job.name,
+            "state": result.job.state,
+            "step": result.job.step,
+            "max_steps": result.job.max_steps,
+            "labels": result.job.labels,
+            "last": result.last and asdict(result.last),
+            "best": result.best and asdict(result.best),
+            "is_best": bool(ordered) and result.equals(ordered[0]),
+        }
+        for result in [*ordered, *results]
+    ]
+    return {"metric": metric, "labels": differing_labels(jobs), "rows": rows}

@@ -92,9 +92,18 @@ def table(
         ),
     ] = "",
 ) -> None:
-    """Compare jobs, such as those of a sweep: labels that differ, state, last and best result."""
+    """Compare jobs, such as those of a sweep: labels that differ, state, last and best result.
+
+    An asterisk marks the best of all results.
+    """
     from clients.jobs.record import points_of
-    from clients.jobs.results import differing_labels, judging_metric, require_metric, result_of
+    from clients.jobs.results import (
+        best_result,
+        differing_labels,
+        judging_metric,
+        require_metric,
+        result_of,
+    )
 
     settings = settings_of(context)
     choice = Choice(jobs, every, state, older_than, own_only, labels)
@@ -118,7 +127,8 @@ def table(
     ]
     name_column = [] if varied_labels else ["name"]
     last_column = metric or "no evaluation yet"
-    rows = [_result_row(result, varied_labels, last_column) for result in results]
+    best = best_result(results, metric) if len(results) > 1 else None
+    rows = [_result_row(result, varied_labels, last_column, best) for result in results]
     settings.output.table(
         "jobs", rows, ["id", *varied_labels, *name_column, "state", "steps", last_column, "best"]
     )
@@ -356,12 +366,15 @@ def _measured_facts(result: Result) -> Mapping[str, Any]:
     return {"last": last and asdict(last), "best": best and asdict(best)}
 
 
-def _result_row(result: Result, labels: Sequence[str], last_column: str) -> Mapping[str, Any]:
+def _result_row(
+    result: Result, labels: Sequence[str], last_column: str, best: Result | None
+) -> Mapping[str, Any]:
+    is_best = best is not None and result.equals(best)
     return {
         **_job_row(result.job, 0.0),
         **{name: result.job.labels.get(name, "-") for name in labels},
         last_column: _format_measured(result.last),
-        "best": _format_measured(result.best),
+        "best": _format_measured(result.best) + (" *" if is_best else ""),
     }
 
 

@@ -35,6 +35,7 @@ class JobsPage {
     this.chosen = new Set((asked.get("chosen") ?? "").split(",").filter(Boolean));
     this.rows = new Map();
     this.compare = el("button", {type: "button", hidden: true, click: () => this.openCompare()});
+    this.results = el("a", {class: "results-link"}, "Table of results");
     this.capacity = el("p", {class: "capacity hint", role: "status"});
     this.filters = el("div", {class: "filters", role: "group", "aria-label": "Jobs by state"});
     this.facets = el("div", {class: "filters facets", role: "group", "aria-label": "Jobs by owner and label"});
@@ -51,7 +52,7 @@ class JobsPage {
     });
     this.search.value = asked.get("search") ?? "";
     root.append(
-      el("div", {class: "title"}, el("h1", {}, "Jobs"), this.compare, this.search),
+      el("div", {class: "title"}, el("h1", {}, "Jobs"), this.results, this.compare, this.search),
       this.capacity, this.filters, this.facets, this.note, this.table,
       el("div", {class: "pager"}, this.newer, this.place, this.older));
     this.drawHead();
@@ -73,6 +74,7 @@ class JobsPage {
   look() {
     this.close();
     this.writeAddress();
+    this.results.href = `#/table?${new URLSearchParams({search: this.search.value.trim(), state: this.state})}`;
     document.title = `${this.state.toLowerCase()} jobs - distill`.trim();
     this.close = follow(`api/events?${new URLSearchParams(this.asked())}`, {
       page: (answer) => this.draw(answer),

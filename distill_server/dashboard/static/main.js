@@ -5,6 +5,7 @@ import {el, setText} from "./dom.js";
 import {openJob} from "./job_page.js";
 import {openJobs} from "./jobs_page.js";
 import {Fault, get, onLink, useToken} from "./server.js";
+import {openTable} from "./table_page.js";
 import {openTeachers} from "./teachers_page.js";
 
 const content = document.getElementById("content");
@@ -14,10 +15,11 @@ const dialog = document.getElementById("token");
 let close = () => {};
 let turn = 0;
 
-/** Returns the function that opens the page of `#/`, `#/teachers`, `#/jobs/ID` or `#/compare/ID,ID`. */
+/** Returns the function that opens the page of `#/`, `#/teachers`, `#/table`, `#/jobs/ID` or `#/compare/ID,ID`. */
 function pageOf(hash) {
   const [, first, second] = hash.split("/");
   if (first === "teachers") return openTeachers;
+  if (first?.startsWith("table")) return openTable;
   if (first === "compare" && second) {
     return (root) => openCompare(root, second.split(",").map(decodeURIComponent));
   }

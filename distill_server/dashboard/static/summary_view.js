@@ -46,13 +46,13 @@ function keys({summary}) {
   }));
 }
 
-/** Creates a link to the jobs with a label. */
-export function labelLink(name, text) {
-  return filter(`${name}=${text}`, `${name}=${text}`);
+/** Creates a link to the jobs with a label, or to the results of a sweep. */
+function labelLink(name, text) {
+  return filter(`${name}=${text}`, `${name}=${text}`, name === "sweep" ? "table" : "");
 }
 
-function filter(words, text) {
-  return el("a", {class: "label", href: `#/?${new URLSearchParams({search: words})}`}, text);
+function filter(words, text, page = "") {
+  return el("a", {class: "label", href: `#/${page}?${new URLSearchParams({search: words})}`}, text);
 }
 
 /** Returns the jobs of a pipeline in stages: a job is in the stage after the last job before it. */

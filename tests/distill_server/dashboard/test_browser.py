@@ -171,6 +171,7 @@ def test_nothing_sticks_out_at_400_pixels(site: Site, browser: Browser) -> None:
         ("#/", ".jobs tr"),
         (f"#/jobs/{job}", ".curve:not([hidden])"),
         ("#/teachers", ".card"),
+        ("#/table?search=a-name-without", ".results tbody tr"),
         (f"#/compare/{job},{site.submit(max_steps=1)}", ".curve:not([hidden])"),
     ):
         browser.open(f"{site.url}/{page}")

@@ -11,7 +11,7 @@ import pytest
 from clients.config.kinds import parse_job
 from clients.jobs.job import JobState
 from clients.jobs.results import progress_metric
-from distill_server.dashboard.outcomes import Outcomes
+from distill_server.dashboard.outcomes import Outcomes, results_table
 from distill_server.jobs.database import open_database
 from distill_server.jobs.rows import JobFilter, ListOrder
 from distill_server.jobs.store import Change, JobStore, NewJob
@@ -103,3 +103,26 @@ def test_orders_and_labels(store: JobStore) -> None:
     assert list_names(search="project=math chat") == ""
     with pytest.raises(InvalidInput, match="expected one of submitted, name"):
         ListOrder("metrics; DROP TABLE jobs")
+
+
+def test_the_table_of_a_sweep(store: JobStore) -> None:
+    """A smaller held-out KL is better; the best one may be of an earlier step."""
+    for name, seed, kls in (
+        ("first", "1", (3.0, 2.0)),
+        ("won", "2", (1.0, 1.5)),
+        ("none", "3", ()),
+    ):
+        add_job(store, name, 2, labels={"sweep": "x", "seed": seed})
+        for step, kl in enumerate(kls, 3):
+            store.change(name, Change(step=step, metrics={"eval/kl": kl}))
+    add_job(store, "other", 2)
+    table = results_table(store, store.page(limit=9, job_filter=JobFilter("sweep=x")))
+    assert (table["metric"], table["labels"]) == ("eval/kl", ["seed"])
+    rows = table["rows"]
+    assert [(row["id"], row["is_best"]) for row in rows] == [
+        *(("won", True), ("first", False), ("none", False))
+    ]
+    assert rows[0]["best"] == {"value": 1.0, "step": 3, "stderr": None}
+    assert rows[0]["last"]["value"] == 1.5
+    assert (rows[2]["best"], rows[2]["last"]) == (None, None)
+    assert results_table(store, [])["rows"] == []

@@ -60,7 +60,7 @@ def test_points_run_and_are_compared(
     assert run(server, *table_command) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["ID", "MAX_STEPS", "SEED", "STATE", "STEPS", "EVAL/KL", "BEST"]
-    assert lines[3] == [ids[2], "22", "1", "SUCCEEDED", "22/22", "8", "@20", "2", "@10"]
+    assert lines[3] == [ids[2], "22", "1", "SUCCEEDED", "22/22", "8", "@20", "2", "@10", "*"]
     assert run(server, "table", *ids[:1], "-m", "loss") == 0
     assert capsys.readouterr().out.split()[-4:] == ["12/12", "0.08333", "@12", "-"]
     assert run(server, "table", *ids[:1], "-m", "los") == 2

@@ -1,0 +1,56 @@
+// The results of several jobs, such as those of a sweep: the labels that differ against the evaluations.
+
+import {badge, el} from "./dom.js";
+import {number} from "./figures.js";
+import {Fault, get, repeat} from "./server.js";
+
+const SECONDS = 5;
+
+/** Shows in `root` the jobs that the parameters `search` and `state` of the address select. */
+export function openTable(root) {
+  const asked = new URLSearchParams(location.hash.split("?")[1] ?? "");
+  const search = asked.get("search") ?? "";
+  const title = search.startsWith("sweep=") ? `Sweep ${search.slice("sweep=".length)}` : search || "All jobs";
+  document.title = `${title} - distill`;
+  const body = el("div");
+  root.append(
+    el("p", {class: "crumbs"}, el("a", {href: `#/?${asked}`}, "Jobs"), " / results"),
+    el("h1", {}, title), body);
+  return repeat(SECONDS, async () => {
+    try {
+      show(body, await get(`api/table?${asked}`));
+    } catch (error) {
+      if (error instanceof Fault) body.replaceChildren(el("p", {class: "notice", role: "alert"}, error.sentence));
+    }
+  });
+}
+
+function show(body, {metric, labels, rows}) {
+  const fresh = JSON.stringify(rows);
+  if (body.dataset.shown === fresh) return;
+  body.dataset.shown = fresh;
+  const columns = ["Job", ...labels, "State", "Steps", metric || "no evaluation yet", "Best"];
+  const ids = rows.slice(0, 4).map(({id}) => encodeURIComponent(id)).join();
+  body.replaceChildren(
+    el("p", {class: "hint"}, `${rows.length} jobs, the best first`, metric ? ` by ${metric}. ` : ". ",
+      rows.length > 1 ? el("a", {href: `#/compare/${ids}`}, "Compare the curves of the first four") : null),
+    el("div", {class: "wide results", role: "region", "aria-label": "Results", tabindex: 0},
+      el("table", {class: "plain"},
+        el("thead", {}, el("tr", {}, columns.map((name) => el("th", {scope: "col"}, name)))),
+        el("tbody", {}, rows.map((job) => row(job, labels))))));
+}
+
+function row(job, labels) {
+  const {id, name, state, step, max_steps: steps, last, best, is_best: isBest} = job;
+  return el("tr", {class: isBest ? "best" : null},
+    el("th", {scope: "row"}, el("a", {href: `#/jobs/${encodeURIComponent(id)}`, title: name}, id)),
+    labels.map((label) => el("td", {}, job.labels[label] ?? "-")),
+    el("td", {}, badge(state)), el("td", {}, `${step} / ${steps || "?"}`),
+    el("td", {}, measured(last)), el("td", {}, isBest ? el("b", {}, "best: ") : null, measured(best)));
+}
+
+function measured(value) {
+  if (!value) return "-";
+  const error = value.stderr === null ? "" : ` \u00b1 ${number(value.stderr, 1)}`;
+  return `${number(value.value)}${error} at step ${value.step}`;
+}
