@@ -62,6 +62,7 @@ export function domain(values, {log = false, zero = false, percent = false} = {}
   }
   if (low > high) [low, high] = [log ? 0.1 : 0, 1];
   if (log) return low === high ? {low: low / 2, high: high * 2, log} : widened(low, high);
+  if (low === 0 && high === 0) return {low, high: 1, log};
   if (zero) low = Math.min(0, low);
   // A smaller difference is that of a computer's rounding.
   const differs = high - low > 1e-6 * Math.abs(high);

@@ -36,7 +36,8 @@ class ComparePage {
     }
     if (this.closed) return;
     document.title = "compare - distill";
-    this.runs = jobs.map((job) => ({label: labelOf(job, jobs), job, history: new History(job.started_at)}));
+    this.runs = jobs.map((job) => (
+      {label: labelOf(job, jobs), method: job.kind, job, history: new History(job.started_at)}));
     this.body = el("tbody");
     this.root.append(
       el("p", {class: "crumbs"}, el("a", {href: "#/"}, "Jobs"), " / compare"),

@@ -1,98 +1,17 @@
-// The charts of one or several jobs and their metrics. Metrics without a chart appear under "Other metrics".
+// The charts of one or several jobs and their metrics.
 
+import {CHARTS, comesFirst, labelOf, OTHER, THEMES} from "./charts.js";
 import {ChartView} from "./chart_view.js";
 import {Curve} from "./curve.js";
-import {el} from "./dom.js";
+import {el, setText} from "./dom.js";
+import {number} from "./figures.js";
 
-const rest = (prefix) => (name) => name.slice(prefix.length);
-const one = (...names) => (name) => names.includes(name);
-// A standard error is no value of its chart: on the log axis of the KL it would hide the curves.
-const isError = (name) => name.endsWith("_stderr");
-// `eval/anchor/...` are the metrics of the anchor, evaluated in place of the student.
-const evaluated = (name) => name.slice("eval/".length).replace("anchor/", "anchor's ");
+// A shorter line may still change.
+const LEAST_CONSTANT = 50;
 
-const WEIGHTS = {
-  "ratio/ess": "effective share of samples",
-  "ratio/mean": "mean",
-  "ratio/bounded": "share clipped or masked",
-};
-
-const CHARTS = [
-  {
-    title: "Loss",
-    unit: "nats a token",
-    holds: one("loss", "cross_entropy", "eval/cross_entropy"),
-    label: (name) => name.replace("eval/", "held-out "),
-  },
-  {
-    title: "KL",
-    unit: "nats a token, log axis",
-    log: true,
-    holds: (name) => /^(eval\/(anchor\/)?)?kl/.test(name) && !isError(name),
-    label: (name) => (name.startsWith("eval/") ? `held-out ${evaluated(name)}` : `to ${rest("kl/")(name)}`),
-  },
-  {
-    title: "Reward",
-    unit: "over the answers of a step",
-    holds: one("reward/mean", "reward/std"),
-    label: rest("reward/"),
-  },
-  {
-    title: "Held out",
-    unit: "accuracy and reward",
-    holds: (name) => /^eval\/(anchor\/)?(accuracy|reward|pass)/.test(name) && !isError(name),
-    label: evaluated,
-  },
-  {
-    title: "Head mass",
-    unit: "probability in the top-k",
-    holds: (name) => /^topk\/.*mass$/.test(name),
-    label: rest("topk/"),
-  },
-  {
-    title: "Importance weights",
-    unit: "1 on-policy",
-    holds: (name) => name in WEIGHTS,
-    label: (name) => WEIGHTS[name],
-  },
-  {
-    title: "Sampler",
-    unit: "KL to the student, nats a token",
-    zero: true,
-    holds: one("ratio/kl"),
-    label: () => "KL",
-  },
-  {
-    title: "Staleness",
-    unit: "steps behind, mean over tokens",
-    zero: true,
-    holds: one("rollout/lag"),
-    label: () => "lag",
-  },
-  {
-    title: "Throughput",
-    unit: "tokens a second",
-    zero: true,
-    holds: one("tokens_per_sec"),
-    label: () => "scored",
-  },
-  {
-    title: "Teacher wait",
-    unit: "share of a step",
-    zero: true,
-    percent: true,
-    holds: one("teacher wait"),
-  },
-  {title: "Time", unit: "seconds a step", zero: true, holds: (name) => name.startsWith("time/"),
-    label: rest("time/")},
-  {title: "MFU", unit: "of the GPUs' peak", zero: true, percent: true, holds: one("mfu")},
-  {title: "Memory", unit: "GiB", zero: true, holds: (name) => name.startsWith("memory/"),
-    label: rest("memory/")},
-  {title: "Gradient", unit: "before clipping", holds: one("grad_norm"), label: () => "norm"},
-];
-
-/** All charts of one job, or of several: `main` holds those of CHARTS, `others` those of all other
- *  metrics. One job has its metrics of a kind in one chart; several jobs have a chart a metric. */
+/** All charts of one job, or of several: `main` holds the charts that come first for the methods of the
+ *  jobs, `others` the other charts, folded by theme. One job has its metrics of a kind in one chart;
+ *  several jobs have a chart a metric. */
 export class Curves {
   constructor() {
     this.view = new ChartView(() => this.draw(this.runs));
@@ -101,13 +20,12 @@ export class Curves {
     this.known = new Map();
     this.places = new Map();
     this.main = el("div", {class: "curves"});
-    this.grid = el("div", {class: "curves"});
-    this.others = el("details", {hidden: true, toggle: () => this.draw(this.runs)},
-      el("summary", {}, "Other metrics"), this.grid);
+    this.others = el("div");
+    this.folds = new Map();
     this.nothing = el("p", {class: "hint"}, "No steps yet.");
   }
 
-  /** Draws jobs `{label, history}`; the charts in `others` only while they are open. */
+  /** Draws jobs `{label, method, history}`; a folded chart only while its theme is open. */
   draw(runs) {
     this.runs = runs;
     const names = [...new Set(runs.flatMap(({history}) => [...history.series.keys()]))];
@@ -120,29 +38,48 @@ export class Curves {
       if (!lines.has(curve)) lines.set(curve, []);
       lines.get(curve).push(...this.lines(name, lines.get(curve).length));
     }
-    this.others.hidden = !this.grid.children.length;
     const range = this.view.range ?? rangeOf(runs, this.view.axis);
+    for (const fold of this.folds.values()) fold.constants = [];
     for (const [curve, drawn] of lines) {
-      if (this.others.open || this.places.has(curve.element)) curve.draw(drawn, range);
+      const fold = this.folds.get(curve.element.parentElement.dataset.theme);
+      if (fold && !fold.element.open) continue;
+      const constant = fold && drawn.length > 0 && drawn.every(isConstant);
+      if (constant) {
+        curve.element.hidden = true;
+        fold.constants.push(...drawn.map(({label, values}) => `${curve.spec.title}, ${label}: ${number(values[0])}`));
+      } else curve.draw(drawn, range);
+    }
+    for (const {constants, note} of this.folds.values()) {
+      setText(note, constants.length ? `Constant: ${constants.join("; ")}` : "");
     }
   }
 
   /** Returns the chart of a metric; makes it at its place if there is none. */
   chart(name) {
     const place = CHARTS.findIndex(({holds}) => holds(name));
-    const spec = CHARTS[place] ?? {title: name, unit: ""};
+    const spec = CHARTS[place] ?? {title: name, unit: "", theme: OTHER};
     const title = this.runs.length > 1 ? titleOf(name, spec) : spec.title;
     if (this.known.has(title)) return this.known.get(title);
     const curve = new Curve({...spec, title}, this.view);
     this.known.set(title, curve);
-    if (place < 0) {
-      this.grid.append(curve.element);
-      return curve;
-    }
-    this.places.set(curve.element, place);
-    const next = [...this.main.children].find((other) => this.places.get(other) > place);
-    this.main.insertBefore(curve.element, next ?? null);
+    this.places.set(curve.element, place < 0 ? CHARTS.length : place);
+    const first = comesFirst(spec, this.runs.map(({method}) => method));
+    const grid = first ? this.main : this.foldOf(spec.theme).grid;
+    const next = [...grid.children].find((other) => this.places.get(other) > this.places.get(curve.element));
+    grid.insertBefore(curve.element, next ?? null);
     return curve;
+  }
+
+  /** Returns the folded section of a theme; makes it at its place if there is none. */
+  foldOf(theme) {
+    if (this.folds.has(theme)) return this.folds.get(theme);
+    const grid = el("div", {class: "curves", "data-theme": theme});
+    const note = el("p", {class: "hint"});
+    const element = el("details", {toggle: () => this.draw(this.runs)}, el("summary", {}, theme), grid, note);
+    const later = THEMES.slice(THEMES.indexOf(theme) + 1).map((other) => this.folds.get(other)?.element);
+    this.others.insertBefore(element, later.find(Boolean) ?? null);
+    this.folds.set(theme, {element, grid, note, constants: []});
+    return this.folds.get(theme);
   }
 
   /** Returns the lines of a metric; `drawn` is the number of lines that its chart already has. */
@@ -159,11 +96,6 @@ export class Curves {
   }
 }
 
-function labelOf(name) {
-  const {label} = CHARTS.find(({holds}) => holds(name)) ?? {};
-  return (label ? label(name) : name).replaceAll("_", " ");
-}
-
 function titleOf(name, {title}) {
   const label = labelOf(name);
   return label.toLowerCase() === title.toLowerCase() ? title : `${title}: ${label}`;
@@ -177,4 +109,9 @@ function rangeOf(runs, axis) {
 function evaluationsLast(one, other) {
   const late = (name) => Number(name.startsWith("eval/"));
   return late(one) - late(other) || (one < other ? -1 : 1);
+}
+
+/** Returns whether a line has at least 50 points, all with the same value. */
+function isConstant({values}) {
+  return values.length >= LEAST_CONSTANT && values.every((value) => value === values[0]);
 }

@@ -147,7 +147,7 @@ class JobPage {
 
   draw() {
     if (this.closed) return;
-    this.curves.draw([{label: this.job.name, history: this.history}]);
+    this.curves.draw([{label: this.job.name, method: this.job.kind, history: this.history}]);
     this.stages.draw(this.history);
   }
 

@@ -4,7 +4,7 @@ import {openCompare} from "./compare_page.js";
 import {el, setText} from "./dom.js";
 import {openJob} from "./job_page.js";
 import {openJobs} from "./jobs_page.js";
-import {Fault, get, onLink, useToken} from "./server.js";
+import {Fault, get, hasToken, onLink, useToken} from "./server.js";
 import {openTable} from "./table_page.js";
 import {openTeachers} from "./teachers_page.js";
 
@@ -69,20 +69,24 @@ function showFault(error) {
   const sentence = error instanceof Fault ? error.sentence : "the server does not answer";
   content.replaceChildren(
     el("div", {class: "notice", role: "alert"},
-      el("p", {}, refused ? "This server requires a token." : sentence),
+      el("p", {}, refused ? refusal() : sentence),
       el("button", {type: "button", click: refused ? askToken : show},
         refused ? "Enter a token" : "Try again")),
   );
   if (refused) {
-    setText(accessButton, "no token");
+    setText(accessButton, hasToken() ? "token refused" : "no token");
     accessButton.disabled = false;
-    askToken();
+    askToken(null);
   }
 }
 
-function askToken() {
-  const why = "A token with role read shows jobs; cancel and resume need role submit.";
-  setText(document.getElementById("token-why"), why);
+function refusal() {
+  return hasToken() ? "The server does not accept this token; enter another one." : "This server requires a token.";
+}
+
+function askToken(event) {
+  const roles = "A token with role read shows jobs; cancel and resume need role submit.";
+  setText(document.getElementById("token-why"), event || !hasToken() ? roles : `${refusal()} ${roles}`);
   document.getElementById("token-field").value = "";
   dialog.returnValue = "";
   if (!dialog.open) dialog.showModal();

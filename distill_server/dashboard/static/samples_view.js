@@ -48,9 +48,13 @@ export class SamplesView {
   }
 }
 
+// A longer text is scrolled, also with the keyboard.
+const LONG = 400;
+
+/** A transcript; each text is isolated from the writing direction of its neighbours. */
 function card(sample) {
-  return el("article", {class: "card"}, el("dl", {}, Object.entries(sample).flatMap(([name, value]) => [
-    el("dt", {}, name),
-    el("dd", {}, typeof value === "string" ? value : JSON.stringify(value, null, 1)),
-  ])));
+  return el("article", {class: "card"}, el("dl", {}, Object.entries(sample).flatMap(([name, value]) => {
+    const text = typeof value === "string" ? value : JSON.stringify(value, null, 1);
+    return [el("dt", {}, el("bdi", {}, name)), el("dd", {dir: "auto", tabindex: text.length > LONG ? 0 : null}, text)];
+  })));
 }

@@ -32,6 +32,11 @@ export function useToken(value) {
   else sessionStorage.removeItem(KEY);
 }
 
+/** Returns whether requests have a token. */
+export function hasToken() {
+  return token !== "";
+}
+
 /** Registers a listener: called with true after each response, with false if there is none. */
 export function onLink(listener) {
   listeners.add(listener);

@@ -132,6 +132,10 @@ def test_cancel_and_resume_with_a_token_only(guarded_site: Site, browser: Browse
     browser.open(f"{guarded_site.url}/#/jobs/{job}")
     eventually(lambda: browser.run("return document.querySelector('#token').open"))
     assert job not in browser.text("body")
+    assert "does not accept" not in browser.text("#token-why")
+    browser.give_token("wrong" * 9)
+    eventually(lambda: "does not accept this token" in browser.text("#token-why"))
+    assert "does not accept this token" in browser.text(".notice")
     browser.give_token(TOKENS["read"])
     eventually(lambda: browser.count(".title .badge") == 1)
     assert browser.text("#access") == "token: read"
@@ -207,6 +211,7 @@ def test_an_axis_fits_its_values(site: Site, browser: Browser) -> None:
         ([1, 2], {}, 0.94, 2.06),
         ([0.9999999, 1.0000001], {}, 0.9, 1.1),  # rounding is no difference
         ([0, 0], {"percent": True}, 0, 1),
+        ([0, 0], {}, 0, 1),
         ([0.5, 1], {"percent": True}, 0.47, 1),
         ([1, 3], {"zero": True}, 0, 3.18),
     ):

@@ -240,6 +240,8 @@ def test_how_far_an_engine_is_ahead(site: Site, browser: Browser) -> None:
     job = site.submit(name="ahead lag=2", max_steps=8)
     wait_until_succeeded(site, job)
     browser.open(f"{site.url}/#/jobs/{job}")
+    eventually(lambda: browser.texts(".curve:not([hidden]) h3") == ["Loss"])
+    browser.click("details:has(> [data-theme=Training]) summary")
     titles = ["Loss", "Importance weights", "Sampler", "Staleness"]
     eventually(lambda: browser.texts(".curve:not([hidden]) h3") == titles)
     legends = browser.texts(".curve:not([hidden]) .legend li")
