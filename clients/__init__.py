@@ -50,8 +50,12 @@ if TYPE_CHECKING:
     from clients.jobs.aio import AsyncDistillClient
     from clients.jobs.artifacts import pull_run
     from clients.jobs.client import DistillClient, JobHandle
+    from clients.jobs.display import AnswerSamples, JobList, MetricCurve, compare
     from clients.jobs.job import Job, JobEvent, JobState
     from clients.jobs.record import JobRecord, points_of, record_of_run
+    from clients.jobs.tables import Comparison
+    from clients.local.preview import preview
+    from clients.local.run import RunHandle, run
     from clients.runs.directory import RunDirectory
     from clients.store.dataset import LogitDataset
     from clients.store.store import LogitStore
@@ -85,8 +89,12 @@ _NAMES = {
     "clients.jobs.aio": "AsyncDistillClient",
     "clients.jobs.artifacts": "pull_run",
     "clients.jobs.client": "DistillClient JobHandle",
+    "clients.jobs.display": "AnswerSamples JobList MetricCurve compare",
     "clients.jobs.job": "Job JobEvent JobState",
     "clients.jobs.record": "JobRecord points_of record_of_run",
+    "clients.jobs.tables": "Comparison",
+    "clients.local.preview": "preview",
+    "clients.local.run": "RunHandle run",
     "clients.runs.directory": "RunDirectory",
     "clients.store.dataset": "LogitDataset",
     "clients.store.store": "LogitStore",
@@ -101,6 +109,7 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names.s
 
 __all__ = [
     "AnchorConfig",
+    "AnswerSamples",
     "AnyJob",
     "AsyncDistillClient",
     "AsyncTeacherClient",
@@ -109,6 +118,7 @@ __all__ = [
     "CaptureJob",
     "CaptureTeacher",
     "CheckpointConfig",
+    "Comparison",
     "DataConfig",
     "DistillClient",
     "DistillError",
@@ -121,6 +131,7 @@ __all__ = [
     "JobEvent",
     "JobFile",
     "JobHandle",
+    "JobList",
     "JobRecord",
     "JobSource",
     "JobState",
@@ -128,6 +139,7 @@ __all__ = [
     "LogitDataset",
     "LogitStore",
     "LoraConfig",
+    "MetricCurve",
     "MixConfig",
     "OfflineConfig",
     "OfflineData",
@@ -144,6 +156,7 @@ __all__ = [
     "RolloutsConfig",
     "RowBlock",
     "RunDirectory",
+    "RunHandle",
     "SFTConfig",
     "SFTJob",
     "SampledEvalConfig",
@@ -156,11 +169,14 @@ __all__ = [
     "TrackConfig",
     "TrackerConfig",
     "TrainConfig",
+    "compare",
     "load_job",
     "load_jobs",
     "points_of",
+    "preview",
     "pull_run",
     "record_of_run",
+    "run",
     "sweep_job",
 ]
 

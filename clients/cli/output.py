@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from protos.errors import DistillError
-from protos.program.logs import plain
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,14 +43,11 @@ class Output:
         if self.as_json:
             print(json.dumps({name: list(rows)}))
             return
-        lines = [[column.upper() for column in columns]]
-        lines += [[plain(str(row[column])) for column in columns] for row in rows]
+        from clients.jobs.tables import table_lines
+
         is_terminal = sys.stdout.isatty()
         columns_shown = shutil.get_terminal_size().columns if is_terminal else sys.maxsize
-        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-        for line in lines:
-            cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-            text = "  ".join(cells).rstrip()
+        for text in table_lines(columns, rows):
             print(text if len(text) <= columns_shown else f"{text[: columns_shown - 3]}...")
 
     def say(self, sentence: str) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from html import escape
 
 from clients.data.preview import Preview, RecordPreview, TokenView
-from clients.html.page import html_page, table_html
+from clients.html.page import html_page, notebook_html, table_html
 
 _LEGEND = (
     ("context", "read, not learned"),
@@ -14,6 +15,23 @@ _LEGEND = (
     ("end", "learned, and ends an answer"),
     ("sampled", "written by the student"),
 )
+
+
+@dataclass(frozen=True, repr=False)
+class ShownPreview(Preview):
+    """A preview with a short repr, and HTML for a notebook."""
+
+    @classmethod
+    def of(cls, preview: Preview) -> ShownPreview:
+        """Return the preview in this class."""
+        return cls(preview.method, preview.warnings, preview.facts, preview.records)
+
+    def __repr__(self) -> str:
+        counts = [f"{len(self.records)} records", *self.warnings]
+        return f"<Preview of {self.method}: {'; '.join(counts)}>"
+
+    def _repr_html_(self) -> str:
+        return notebook_html(render_preview(self))
 
 
 def preview_page(name: str, preview: Preview) -> str:

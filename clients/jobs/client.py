@@ -12,6 +12,7 @@ Example:
 from __future__ import annotations
 
 import secrets
+import tempfile
 import time
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -25,8 +26,9 @@ from clients.config.file import JobFile, JobSource, load_job, load_jobs, localiz
 from clients.config.kinds import AnyJob
 from clients.jobs.artifacts import Checkpoint, checkpoint_step
 from clients.jobs.connection import ServerConnection
+from clients.jobs.display import JobDisplay, JobList
 from clients.jobs.download import Download
-from clients.jobs.job import TERMINAL, UNKNOWN, Job, JobEvent, JobState, StartedTeacher
+from clients.jobs.job import TERMINAL, UNKNOWN, JobEvent, JobState, StartedTeacher
 from clients.jobs.messages import (
     config_json,
     event_of,
@@ -35,18 +37,18 @@ from clients.jobs.messages import (
     teacher_of,
     values_of,
 )
-from clients.jobs.record import points_of
+from clients.jobs.record import JobRecord, Notes, notes_in, points_of
 from clients.jobs.upload import Report, Uploader
 from protos import distill_pb2 as pb
 from protos.distill_pb2_grpc import DistillStub
-from protos.errors import TimedOut
+from protos.errors import NotFound, TimedOut
 from protos.rpc.channel import is_forked
 from protos.rpc.transport import MAX_PAGE_JOBS
 
 _Job = TypeVar("_Job", bound=AnyJob)
 
 
-class JobHandle(Job):
+class JobHandle(JobDisplay):
     """A job as reported by the server, with the methods of DistillClient for this job.
 
     Values do not change. `refresh` and `wait` return a handle with new values. Each method raises
@@ -58,6 +60,19 @@ class JobHandle(Job):
     def refresh(self) -> JobHandle:
         """Return the current state of the job; see `DistillClient.get`."""
         return self.client.get(self.id)
+
+    def record(self, *, with_notes: bool = False) -> JobRecord:
+        """Return the job as it is now, with its metrics; see `JobDisplay`."""
+        job = self.refresh()
+        points = points_of(job.history()) if job.metrics else []
+        return JobRecord(job, points, self._read_notes() if with_notes else Notes())
+
+    def _read_notes(self) -> Notes:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                return notes_in(self.client.pull_notes(self.id, Path(folder) / "notes"))
+            except NotFound:  # a job that has not begun, or ended early, has none
+                return Notes()
 
     def wait(self, timeout: float | None = None) -> JobHandle:
         """Wait until the job ends, and return it; see `DistillClient.wait`."""
@@ -177,7 +192,7 @@ class DistillClient:
         upload: bool = False,
         report: Report = lambda progress: None,
         idempotency_key: str = "",
-    ) -> Sequence[JobHandle]:
+    ) -> JobList[JobHandle]:
         """Queue all of the jobs or none, and return the jobs in the same order.
 
         `after` and values such as `@NAME/store` may refer to earlier jobs of the list. A dict with
@@ -186,9 +201,9 @@ class DistillClient:
         files = [file for job in jobs for file in load_jobs(job)]
         if len(files) == 1:  # older servers have no SubmitJobs
             submission_key = idempotency_key or None
-            return [
-                self.submit(files[0], upload=upload, report=report, idempotency_key=submission_key)
-            ]
+            return JobList(
+                [self.submit(files[0], upload=upload, report=report, idempotency_key=submission_key)]
+            )
         files = self._prepare(files, upload, report)
         # One key per call, so that a retry of the call cannot queue the jobs twice.
         key = idempotency_key or secrets.token_hex(16)
@@ -204,7 +219,7 @@ class DistillClient:
             request = pb.SubmitJobsRequest(jobs=requests)
             return self._connection.call(self._stub.SubmitJobs, request)
 
-        return [_handle_of(self, job) for job in send_known_keys(send).jobs]
+        return JobList(_handle_of(self, job) for job in send_known_keys(send).jobs)
 
     def _prepare(self, files: Sequence[JobFile], upload: bool, report: Report) -> list[JobFile]:
         """Return the jobs with paths that the server can open."""
@@ -259,7 +274,7 @@ class DistillClient:
         mine: bool = False,
         labels: Mapping[str, str] | None = None,
         older_than_seconds: float = 0.0,
-    ) -> list[JobHandle]:
+    ) -> JobList[JobHandle]:
         """Return up to `limit` jobs, newest first.
 
         `state`: only jobs in this state, or in one of these states. `older_than_seconds`: only jobs
@@ -271,7 +286,7 @@ class DistillClient:
         """
         states = [state] if isinstance(state, JobState) else [*(state or ())]
         state_numbers = [pb.JobState.Value(state) for state in states]
-        jobs: list[JobHandle] = []
+        jobs = JobList[JobHandle]()
         while len(jobs) < limit:
             page_size = min(limit - len(jobs), MAX_PAGE_JOBS)
             request = pb.ListJobsRequest(

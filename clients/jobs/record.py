@@ -16,7 +16,7 @@ from clients.runs.directory import RunDirectory, Status
 from clients.runs.metrics_file import Point, read_points
 from protos.errors import NotFound
 
-_STATES = {
+STATES = {
     "running": JobState.RUNNING,
     "succeeded": JobState.SUCCEEDED,
     "failed": JobState.FAILED,
@@ -88,7 +88,7 @@ def record_of_run(path: Path | str) -> JobRecord:
         id=run.path.resolve().name,
         name=config.name,
         kind=config.method.type,
-        state=_STATES[status.verdict],
+        state=STATES[status.verdict],
         reason=status.reason,
         phase=status.phase,
         attempt=status.attempt,

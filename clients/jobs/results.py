@@ -112,7 +112,7 @@ def verdict_of(job: Job, points: Sequence[Point]) -> str:
     return f"{verdict}. {doubt[0].upper()}{doubt[1:]}." if doubt else f"{verdict}."
 
 
-def require_metric(metric: str, metrics: Sequence[str]) -> None:
+def require_metric(metric: str, metrics: Sequence[str], *, field: str = "-m") -> None:
     """Raise InvalidInput if no job has recorded the metric. `metrics`: all recorded metrics."""
     if metric not in metrics:
         similar_metrics = difflib.get_close_matches(metric, metrics, n=1)
@@ -121,7 +121,7 @@ def require_metric(metric: str, metrics: Sequence[str]) -> None:
             if similar_metrics
             else f"recorded are {', '.join(metrics)}"
         )
-        raise InvalidInput(f"no job has the metric '{metric}'", field="-m", hint=hint)
+        raise InvalidInput(f"no job has the metric '{metric}'", field=field, hint=hint)
 
 
 def judging_metric(histories: Iterable[Iterable[Point]]) -> str:

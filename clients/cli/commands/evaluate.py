@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from clients.cli.output import Output
-from clients.cli.program import parse_reply, run_program
 from clients.cli.settings import settings_of
+from clients.local.program import parse_reply, run_program
 from protos.errors import ExitCode, InvalidInput, NotFound
 from protos.extras import require_extra
 
@@ -129,7 +129,7 @@ def exam(
         config = config.model_copy(update={"out": f"runs/eval-{_config_digest(config)}"})
     output.say(f"answers are stored in {config.out}")
     # The program may load torch.
-    reply = run_program(["student_trainer.exam"], config.model_dump_json(), output)
+    reply = run_program(["student_trainer.exam"], config.model_dump_json(), quiet=output.quiet)
     return _print_results(reply, config, output)
 
 

@@ -25,7 +25,7 @@ from clients.cli.chosen_jobs import (
 from clients.cli.output import Output
 from clients.cli.settings import JobArgument, JobsArgument, settings_of
 from clients.jobs.job import TERMINAL, Job, JobState
-from clients.jobs.view import describe_state, duration, size
+from clients.jobs.view import describe_state
 from protos.errors import (
     DistillError,
     Forbidden,
@@ -36,11 +36,7 @@ from protos.errors import (
 from protos.program.logs import plain
 
 if TYPE_CHECKING:
-    from clients.jobs.results import Measurement, Result
-
-# The column of the metric that tells how far a job of its method has come.
-RESULT = "result"
-COLUMNS = ("id", "state", "steps", RESULT, "age", "attempt", "owner", "name", "reason")
+    from clients.jobs.results import Result
 
 
 def ls(
@@ -55,6 +51,8 @@ def ls(
     labels: LabelOption = None,
 ) -> None:
     """List jobs, newest first."""
+    from clients.jobs.tables import list_columns, list_row
+
     settings = settings_of(context)
     wanted_labels = parse_labels(labels)
     with settings.client() as client:
@@ -64,14 +62,11 @@ def ls(
     if not jobs and not settings.output.as_json:
         settings.output.say("no jobs")
         return
+    if settings.output.as_json:
+        settings.output.table("jobs", [*map(facts_of, jobs)], ())
+        return
     now = time.time()
-    rows = [facts_of(job) for job in jobs]
-    if not settings.output.as_json:
-        rows = [_job_row(job, now) for job in jobs]
-        rows = [{**row, RESULT: _format_result(row), "reason": _state_reason(row)} for row in rows]
-    has_owners = any(job.owner for job in jobs)
-    columns = [column for column in COLUMNS if has_owners or column != "owner"]
-    settings.output.table("jobs", rows, columns)
+    settings.output.table("jobs", [list_row(job, now) for job in jobs], list_columns(jobs))
 
 
 def table(
@@ -96,42 +91,21 @@ def table(
 
     An asterisk marks the best of all results.
     """
-    from clients.jobs.record import points_of
-    from clients.jobs.results import (
-        best_result,
-        differing_labels,
-        judging_metric,
-        require_metric,
-        result_of,
-    )
+    from clients.jobs.tables import compare_records
 
     settings = settings_of(context)
     choice = Choice(jobs, every, state, older_than, own_only, labels)
     with settings.client() as client:
         selected_jobs = [client.get(job) for job in choice.ids(client, frozenset(JobState))]
-        points = [points_of(job.history()) if job.metrics else [] for job in selected_jobs]
-    metric_names = {name for job_points in points for point in job_points for name in point.metrics}
-    if metric and metric_names:
-        require_metric(metric, sorted(metric_names))
-    metric = metric or judging_metric(points)
-    results = [result_of(*result, metric) for result in zip(selected_jobs, points, strict=True)]
+        comparison = compare_records([job.record() for job in selected_jobs], metric)
     if settings.output.as_json:
+        results = comparison.results
         facts = [{**facts_of(result.job), **_measured_facts(result)} for result in results]
-        settings.output.result({"metric": metric, "jobs": facts}, "")
-        return
-    if not selected_jobs:
+        settings.output.result({"metric": comparison.metric, "jobs": facts}, "")
+    elif not selected_jobs:
         settings.output.say("no jobs")
-        return
-    varied_labels = [
-        name for name in differing_labels(selected_jobs) if name not in (*COLUMNS, "best")
-    ]
-    name_column = [] if varied_labels else ["name"]
-    last_column = metric or "no evaluation yet"
-    best = best_result(results, metric) if len(results) > 1 else None
-    rows = [_result_row(result, varied_labels, last_column, best) for result in results]
-    settings.output.table(
-        "jobs", rows, ["id", *varied_labels, *name_column, "state", "steps", last_column, "best"]
-    )
+    else:
+        settings.output.table("jobs", comparison.rows, comparison.columns)
 
 
 def show(context: typer.Context, job: JobArgument) -> None:
@@ -352,55 +326,9 @@ def facts_of(job: Job) -> Mapping[str, Any]:
     return {**record, "checkpoints": checkpoints, "config": json.loads(config)}
 
 
-def _job_row(job: Job, now: float) -> Mapping[str, Any]:
-    return {
-        **facts_of(job),
-        "steps": f"{job.step}/{job.max_steps}",
-        # The clocks of the two machines may differ.
-        "age": duration(max(0.0, now - job.created_at)) if job.created_at else "-",
-    }
-
-
 def _measured_facts(result: Result) -> Mapping[str, Any]:
     last, best = result.last, result.best
     return {"last": last and asdict(last), "best": best and asdict(best)}
-
-
-def _result_row(
-    result: Result, labels: Sequence[str], last_column: str, best: Result | None
-) -> Mapping[str, Any]:
-    is_best = best is not None and result.equals(best)
-    return {
-        **_job_row(result.job, 0.0),
-        **{name: result.job.labels.get(name, "-") for name in labels},
-        last_column: _format_measured(result.last),
-        "best": _format_measured(result.best) + (" *" if is_best else ""),
-    }
-
-
-def _format_measured(measurement: Measurement | None) -> str:
-    if measurement is None:
-        return "-"
-    error = "" if measurement.stderr is None else f" +-{measurement.stderr:.1g}"
-    return f"{measurement.value:.4g}{error} @{measurement.step}"
-
-
-def _format_result(row: Mapping[str, Any]) -> str:
-    from clients.jobs.results import progress_metric
-
-    metrics = row["metrics"]
-    if (progress := progress_metric(row["kind"], metrics)) is None:
-        return "-"
-    metric, label = progress
-    value = size(metrics[metric]) if metric == "bytes" else f"{metrics[metric]:.4g}"
-    return f"{value} {label}"
-
-
-def _state_reason(row: Mapping[str, Any]) -> str:
-    """Return the phase of a job that is waiting or preparing, otherwise the reason of its state."""
-    queued = row["state"] is JobState.QUEUED and row["phase"].startswith("WAITING ")
-    waits = queued or row["state"] is JobState.PREPARING
-    return str(row["phase"] if waits else row["reason"])
 
 
 def _describe_job(job: Job) -> str:

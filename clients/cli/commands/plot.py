@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +11,7 @@ import typer
 
 from clients.cli.output import Output
 from clients.cli.settings import ClientSettings, complete_job, settings_of
-from protos.errors import InvalidInput, NotFound
+from protos.errors import InvalidInput
 
 if TYPE_CHECKING:
     from clients.jobs.plots.panels import Panel
@@ -85,18 +83,8 @@ def records_of(
 
 
 def _fetch_record(settings: ClientSettings, name: str, with_notes: bool) -> JobRecord:
-    from clients.jobs.record import JobRecord, notes_in, points_of
-
     with settings.client() as client:
-        job = client.get(name)
-        points = points_of(client.history(job.id))
-        if not with_notes:
-            return JobRecord(job, points)
-        with tempfile.TemporaryDirectory() as folder:
-            notes = Path(folder) / "notes"
-            with suppress(NotFound):  # a job that ended early has none
-                client.pull_notes(job.id, notes)
-            return JobRecord(job, points, notes_in(notes))
+        return client.get(name).record(with_notes=with_notes)
 
 
 def _render_text(panels: Sequence[Panel], output: Output) -> str:

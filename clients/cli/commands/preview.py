@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from clients.cli.output import Output
-from clients.cli.program import parse_reply, run_program
 from clients.cli.settings import JobFileArgument, SetOption, settings_of
 from protos.errors import ExitCode, InvalidInput
-from protos.extras import require_extra
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -54,10 +52,8 @@ def preview(
     and no GPU is needed.
     """
     from clients.config.file import load_job
-    from clients.data.preview import parse_preview
     from clients.data.preview_html import preview_page
-    from clients.preflight.files import check_files, check_template
-    from clients.preflight.models import check_models
+    from clients.local.preview import preview as preview_of
 
     output = settings_of(context).output
     if page is not None and page.suffix.lower() not in (".html", ".htm"):
@@ -65,30 +61,18 @@ def preview(
             f"{page} is not an HTML file", field="-o", hint="give a name that ends in .html"
         )
     config = load_job(job, sets or []).config
-    if not config.preview_program:
-        raise InvalidInput(
-            "an evaluation trains nothing", field="method.type", hint="preview a job that trains"
-        )
-    require_extra("train", "a preview", field="JOB.toml")
-    check_files(config)
-    check_models(config)
-    if config.answering_student is not None:  # at once, not after the program has loaded torch
-        check_template(config, config.answering_student.model)
-    reply = run_program(
-        [config.preview_program, "--records", str(records)], config.model_dump_json(), output
-    )
-    if reply[0] == ExitCode.INTERRUPTED:
+    try:
+        document = preview_of(config, records=records, quiet=output.quiet)
+    except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
-    document = parse_reply(reply, "the preview")
     if page is not None:
         page.parent.mkdir(parents=True, exist_ok=True)
-        text = preview_page(config.name, parse_preview(document))
-        page.write_text(text, encoding="utf-8")
+        page.write_text(preview_page(config.name, document), encoding="utf-8")
         output.result({"path": str(page)}, str(page))
     elif output.as_json:
-        print(document.strip())
+        print(document.to_json().strip())
     else:
-        _print_preview(parse_preview(document), output)
+        _print_preview(document, output)
     return ExitCode.OK
 
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from clients.cli.output import Output
-from clients.jobs.job import TERMINAL, JobEvent, JobState
+from clients.jobs.job import JobEvent, JobState
+from clients.jobs.lines import PlainLines, line_of
 from clients.jobs.view import JobView, describe_state, evaluation, sparkline
 from protos.errors import ExitCode
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-SECONDS_BETWEEN_LINES = 10.0
 EXIT_CODES = {
     JobState.SUCCEEDED: ExitCode.OK,
     JobState.FAILED: ExitCode.JOB_FAILED,
@@ -49,7 +48,7 @@ def display(output: Output, progress: JobView) -> Iterator[Display]:
         with Live(get_renderable=block.render, console=console, refresh_per_second=4):
             yield block
     else:
-        yield PlainLines(progress, output)
+        yield PlainLines(progress, output.say)
 
 
 class JsonLines:
@@ -58,29 +57,6 @@ class JsonLines:
     def show(self, event: JobEvent) -> None:
         """Print one event."""
         print(json.dumps(asdict(event)), flush=True)
-
-
-class PlainLines:
-    """Prints a line every 10 s, and for each evaluation and each change of state or attempt."""
-
-    def __init__(self, progress: JobView, output: Output) -> None:
-        self._progress = progress
-        self._output = output
-        self._next_line_at = 0.0
-        self._printed_state: tuple[JobState | None, int, str] = (None, 0, "")
-
-    def show(self, event: JobEvent) -> None:
-        """Print a line, unless the last line is too recent."""
-        # Changes of phase count before the first step only: later the phase changes with every
-        # evaluation and checkpoint.
-        phase = event.phase if event.step == 0 else self._printed_state[-1]
-        state = (event.state, event.attempt, phase)
-        is_due = bool(event.metrics) and time.monotonic() >= self._next_line_at
-        if state != self._printed_state or is_due or evaluation(event.metrics):
-            self._printed_state = state
-            self._next_line_at = time.monotonic() + SECONDS_BETWEEN_LINES
-            clock = time.strftime("%H:%M:%S", time.localtime(event.time))
-            self._output.say(f"{clock}  {line_of(self._progress, event)}")
 
 
 class LiveBlock:
@@ -124,21 +100,6 @@ class LiveBlock:
         curve = sparkline(job.kl_history, unicode="utf" in self._console.encoding.lower())
         state = Text(describe_state(job.state, job.phase), style="bold")
         return Group(Text(job.job_id) + Text("  ") + state, bar, numbers, Text(curve, style="cyan"))
-
-
-def line_of(job: JobView, event: JobEvent) -> str:
-    """Format an event as one line: `job-7f3a RUNNING training  12/500  loss 0.41  eta 3m20s`."""
-    parts = [f"{job.job_id} {describe_state(job.state, job.phase)}"]
-    if job.attempt > 1:
-        parts.append(f"attempt {job.attempt}")
-    if job.step:
-        parts.append(f"{job.step}/{job.max_steps}")
-    if event.metrics:
-        parts += [f"{name} {value}" for name, value in job.facts()]
-        parts += [f"{name} {value:.4g}" for name, value in evaluation(event.metrics).items()]
-    if job.reason and job.state in TERMINAL:
-        parts.append(job.reason)
-    return "  ".join(parts)
 
 
 def conclude(output: Output, job: JobView, **extra: Any) -> ExitCode:

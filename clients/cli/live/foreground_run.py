@@ -12,93 +12,16 @@ from types import FrameType
 
 from clients.cli.live.display import display
 from clients.cli.output import Output
-from clients.jobs.job import TERMINAL, JobEvent, JobState
+from clients.jobs.job import JobState
 from clients.jobs.view import JobView
-from clients.runs.directory import Control, RunDirectory, Status, Verdict
+from clients.local.follower import SECONDS_BETWEEN_POLLS, RunFollower
+from clients.runs.directory import Control, RunDirectory
 from clients.runs.file_system import delete_abandoned
 from clients.runs.launch import trainer_command
-from clients.runs.metrics_file import MetricsTail, Point
 from protos.errors import ExitCode
 
-_STATES = {
-    "running": JobState.RUNNING,
-    "succeeded": JobState.SUCCEEDED,
-    "failed": JobState.FAILED,
-    "cancelled": JobState.CANCELLED,
-}
-
-SECONDS_BETWEEN_POLLS = 0.2
 # SIGTERM requests a last checkpoint from the trainer; a job server waits for the same time.
 SECONDS_TO_STOP = 60.0
-
-
-class RunFollower:
-    """Follows one attempt in a run directory. Each `poll` returns the new events.
-
-    The trainer may rewrite metrics.jsonl at the same time, as it does when it resumes.
-    """
-
-    def __init__(self, run: RunDirectory, attempt: int, max_steps: int) -> None:
-        self._run = run
-        self._attempt = attempt
-        self._max_steps = max_steps
-        self._status = Status(attempt=attempt, verdict="running", phase="starting")
-        self._newest = -1  # the newest step that `poll` returned
-        self._tail = MetricsTail(run.metrics, attempt=attempt, seen_step=self._newest)
-        self._seq = 0
-
-    @property
-    def over(self) -> bool:
-        """True if the attempt has ended, according to its status file."""
-        return _job_state(self._status) in TERMINAL
-
-    def poll(self) -> Iterator[JobEvent]:
-        """Yield the events since the last call."""
-        # Status before metrics: if the status says that the attempt has ended, all of its metrics
-        # are on disk.
-        status = self._run.read_status()
-        for point in self._tail.read_all():
-            self._newest = point.step
-            yield self._make_event(self._status, point)
-        if status is not None and status.attempt == self._attempt and status != self._status:
-            previous = _job_state(self._status), self._status.phase, self._status.reason
-            self._status = status
-            if (_job_state(status), status.phase, status.reason) != previous:
-                yield self._make_event(status)
-
-    def trainer_died(self, reason: str, state: JobState = JobState.FAILED) -> JobEvent:
-        """Return the final event of a trainer that exited without writing a final status.
-
-        If the trainer wrote a reason before, that reason replaces `reason`, unless the trainer was
-        stopped.
-        """
-        verdict: Verdict = "cancelled" if state is JobState.CANCELLED else "failed"
-        if state is not JobState.CANCELLED:
-            reason = self._status.reason or reason
-        step = max(self._newest, 0)
-        return self._make_event(
-            Status(self._attempt, verdict, self._status.phase, step, self._max_steps, reason)
-        )
-
-    def _make_event(self, status: Status, point: Point | None = None) -> JobEvent:
-        self._seq += 1
-        return JobEvent(
-            seq=self._seq,
-            time=time.time(),
-            state=_job_state(status),
-            reason=status.reason,
-            phase=status.phase,
-            attempt=self._attempt,
-            step=point.step if point else max(status.step, self._newest),
-            max_steps=status.max_steps or self._max_steps,
-            metrics=point.metrics if point else {},
-        )
-
-
-def _job_state(status: Status) -> JobState:
-    if status.verdict == "running" and status.phase in ("", "starting", "preflight"):
-        return JobState.PREPARING
-    return _STATES[status.verdict]
 
 
 def run_attempt(
@@ -113,8 +36,9 @@ def run_attempt(
     progress = JobView(run.path.name, attempt=attempt, max_steps=config.max_steps)
     follower = RunFollower(run, attempt, config.max_steps)
     with (
-        _run_trainer(run, attempt, config.processes, inherited) as trainer,
+        # The signals first: one between the start of the trainer and them would leave it behind.
         _StopSignals(run, output) as signals,
+        _run_trainer(run, attempt, config.processes, inherited) as trainer,
         display(output, progress) as view,
     ):
         has_ended = False

@@ -182,15 +182,6 @@ class FittedTable(Table):
         return {key: value for key, value in values.items() if key not in unset}
 
 
-def set_keys(table: Table, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for each key that is set to another value than its default."""
-    for name, value in table.__repr_args__():
-        if isinstance(value, Table):
-            yield from set_keys(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
 _MAX_LORA_RANK = 512  # maximum of vLLM
 
 

@@ -9,7 +9,8 @@ from html import escape
 from typing import Any
 
 from clients.data.preview_html import render_preview
-from clients.html.page import html_page, table_html
+from clients.html.page import html_page
+from clients.jobs.plots.notebook import samples_markup, values_markup
 from clients.jobs.plots.panels import panels_of
 from clients.jobs.plots.stages import bars_of, stages_of
 from clients.jobs.plots.svg import bars_svg, panel_svg
@@ -28,7 +29,7 @@ def report_page(record: JobRecord) -> str:
         *_render_curves(record),
         *_render_preview(record),
         *_render_timings(record),
-        *_render_samples(record),
+        *samples_markup(record.notes.samples_step, record.notes.samples),
         _render_table("Configuration", dict(_flatten(json.loads(job.config_json or "{}")))),
         _render_table("Environment", record.notes.environment),
         f'<p class="soft">Made by distill report, {time.strftime("%Y-%m-%d %H:%M")}.</p>',
@@ -114,29 +115,10 @@ def _render_preview(record: JobRecord) -> Iterator[str]:
         yield from render_preview(record.notes.preview)
 
 
-def _render_samples(record: JobRecord) -> Iterator[str]:
-    if record.notes.samples:
-        cards = "".join(
-            f'<div class="card">{_render_rows(sample)}</div>' for sample in record.notes.samples
-        )
-        yield f"<h2>Samples of step {record.notes.samples_step}</h2>"
-        yield f'<div class="samples">{cards}</div>'
-
-
 def _render_table(title: str, values: Mapping[str, Any]) -> str:
     if not values:
         return ""
-    return f'<h2>{escape(title)}</h2><div class="card">{_render_rows(values)}</div>'
-
-
-def _render_rows(values: Mapping[str, Any]) -> str:
-    return table_html(
-        (str(name), _format_value(value)) for name, value in values.items() if value is not None
-    )
-
-
-def _format_value(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return f'<h2>{escape(title)}</h2><div class="card">{values_markup(values)}</div>'
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

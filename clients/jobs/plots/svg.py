@@ -41,6 +41,21 @@ def bars_svg(stages: Sequence[Stage], bars: Sequence[Bar]) -> str:
     )
 
 
+def sparkline_svg(curve: Curve) -> str:
+    """Return a small `<svg>` of a curve without axes."""
+    panel = Panel("", [curve], False)
+    first_step, last_step, _, _ = panel.spans()
+    heights = panel.heights([y for _, y in curve.points])
+    path = "L".join(
+        f"{120 * (x - first_step) / (last_step - first_step):.1f} {20 - 18 * height:.1f}"
+        for (x, _), height in zip(smooth_curve(curve.points), heights, strict=True)
+    )
+    return (
+        f'<svg class="spark" viewBox="0 0 120 22" role="img" aria-label="{escape(curve.label)}">'
+        f'<title>{escape(curve.label)}</title><path class="line c0" d="M{path}"/></svg>'
+    )
+
+
 def _render_bar(panel: Panel, stages: Sequence[Stage], bar: Bar) -> str:
     (left, _), (right, _) = _pixel_positions(panel, [(bar.first - 0.5, 0), (bar.last + 0.5, 0)])
     gap = min(1.5, (right - left) / 8)

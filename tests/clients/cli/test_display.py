@@ -108,9 +108,9 @@ def test_one_line_in_ten_seconds(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock_seconds = 0.0
-    monkeypatch.setattr("clients.cli.live.display.time.monotonic", lambda: clock_seconds)
+    monkeypatch.setattr("clients.jobs.lines.time.monotonic", lambda: clock_seconds)
     job = JobView("job")
-    lines = PlainLines(job, Output())
+    lines = PlainLines(job, Output().say)
     for number in range(1, 41):
         clock_seconds = float(number)
         job.add(event := step_event(number))

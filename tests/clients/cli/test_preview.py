@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from clients.cli.app import main
-from clients.cli.commands import preview as preview_command
-from clients.cli.program import run_program
 from clients.data.preview import parse_preview
 from clients.jobs.plots.report_page import report_page
 from clients.jobs.record import record_of_run
+from clients.local.program import run_program
 from clients.runs.directory import RunDirectory
 from protos.errors import ExitCode
 from tests.clients.data.test_prompt_format import CHARACTERS, MARKED
@@ -66,11 +65,11 @@ def test_no_text_of_a_record_acts(
     """The file of weights is empty: it is not loaded. Three forms show the reply of one program."""
     replies: list[tuple[int, str]] = []
 
-    def run_once(*arguments: Any) -> tuple[int, str]:
-        replies[:] = replies or [run_program(*arguments)]
+    def run_once(*arguments: Any, quiet: bool) -> tuple[int, str]:
+        replies[:] = replies or [run_program(*arguments, quiet=quiet)]
         return replies[0]
 
-    monkeypatch.setattr(preview_command, "run_program", run_once)
+    monkeypatch.setattr("clients.local.preview.run_program", run_once)
     assert main(["preview", str(job_file), "--json"]) == ExitCode.OK
     preview = parse_preview(capsys.readouterr().out)
     (view,) = preview.records[0].views

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from clients.cli.app import main
-from clients.cli.live.foreground_run import RunFollower
 from clients.config.on_policy import OnPolicyJob
 from clients.jobs.job import JobEvent, JobState
+from clients.local.follower import RunFollower
 from clients.runs.directory import Control, RunDirectory, Status
 from protos.errors import ExitCode
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from clients.cli.commands.run import with_absolute_reward
 from clients.config.file import load_job
 from clients.config.rl import RLJob
+from clients.local.directory import with_absolute_reward
 from distill_server.jobs.job_file import parse_config
 from protos.errors import InvalidInput
 

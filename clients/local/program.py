@@ -8,17 +8,16 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from clients.cli.output import Output
 from protos.errors import ExitCode, InternalFault, error_of
 
 
-def run_program(module: Sequence[str], document: str, output: Output) -> tuple[int, str]:
+def run_program(module: Sequence[str], document: str, *, quiet: bool) -> tuple[int, str]:
     """Run a module with its arguments and `document` on stdin. Return its exit code and stdout."""
     program = subprocess.Popen(
         [sys.executable, "-P", "-m", *module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL if output.quiet else None,
+        stderr=subprocess.DEVNULL if quiet else None,
         encoding="utf-8",
         env={**os.environ, "PYTHONIOENCODING": "utf-8"},
     )

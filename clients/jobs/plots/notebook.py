@@ -1,0 +1,110 @@
+"""HTML of a job for the output of a notebook: state, progress, curves, set keys and samples."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from pydantic import ValidationError
+
+from clients.config.kinds import parse_job
+from clients.config.summary import JobSummary, summary_of
+from clients.html.page import table_html
+from clients.jobs.job import TERMINAL, Job
+from clients.jobs.plots.panels import panels_of
+from clients.jobs.plots.svg import panel_svg, sparkline_svg
+from clients.jobs.record import JobRecord
+from clients.jobs.results import verdict_of
+from clients.jobs.tables import newest_result
+
+_FEW_SAMPLES = 3
+
+
+def job_markup(record: JobRecord) -> Iterator[str]:
+    """Yield the parts of a job in a few lines. All text of the job is escaped."""
+    yield from head_markup(record.job, f"{newest_result(record.job)} {_spark(record)}")
+    if verdict := verdict_of(record.job, record.points):
+        yield f"<p>{escape(verdict)}</p>"
+    if (summary := _summarize(record.job)) is None:
+        return
+    yield f'<p class="soft">{escape(str(summary))}</p>'
+    if keys := summary.changed_keys:
+        table = table_html((key, _format_value(value)) for key, value in keys)
+        title = f"{len(keys)} keys differ from their defaults"
+        yield f"<details><summary>{title}</summary>{table}</details>"
+
+
+def live_markup(
+    record: JobRecord, facts: Iterable[tuple[str, str]], metrics: Sequence[str]
+) -> Iterator[str]:
+    """Yield the parts of the live view of a job: progress, curves and its first samples.
+
+    `facts`: (label, text) of the newest step. `metrics`: as for `panels_of`.
+    """
+    yield from head_markup(
+        record.job, " &middot; ".join(f"{escape(name)} {escape(text)}" for name, text in facts)
+    )
+    recorded_metrics = [metric for metric in metrics if metric in record.metrics]
+    if recorded_metrics or (record.points and not metrics):
+        figures = "".join(panel_svg(panel) for panel in panels_of([record], recorded_metrics))
+        yield f'<div class="curves">{figures}</div>'
+    samples = record.notes.samples[:_FEW_SAMPLES]
+    yield from samples_markup(record.notes.samples_step, samples)
+
+
+def head_markup(job: Job, facts: str) -> Iterator[str]:
+    """Yield name, state and progress of a job. `facts`: HTML of the newest values."""
+    attempts = f", attempt {job.attempt}" if job.attempt > 1 else ""
+    yield (
+        f'<p><b>{escape(job.name)}</b> <span class="soft">{escape(job.id)},'
+        f" {escape(job.kind)}</span></p>"
+    )
+    yield f"<p>{state_markup(job)}</p>"
+    if job.max_steps:
+        share = min(1.0, job.step / job.max_steps)
+        yield f'<div class="bar"><div style="width:{share:.1%}"></div></div>'
+    steps = f"step {job.step} of {job.max_steps or '?'}{attempts}"
+    yield f'<p class="soft">{steps} &middot; {facts}</p>'
+
+
+def state_markup(job: Job) -> str:
+    """Return state and reason of a job, and its phase until it ends."""
+    phase = f" {escape(job.phase)}" if job.phase and job.state not in TERMINAL else ""
+    reason = f": {escape(job.reason)}" if job.reason else ""
+    return f'<span class="verdict {job.state.lower()}">{job.state}</span>{phase}{reason}'
+
+
+def samples_markup(step: int, samples: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield sampled answers as cards. `step`: the step of the evaluation that sampled them."""
+    if samples:
+        cards = "".join(f'<div class="card">{values_markup(sample)}</div>' for sample in samples)
+        yield f'<h2>Samples of step {step}</h2><div class="samples">{cards}</div>'
+
+
+def values_markup(values: Mapping[str, Any]) -> str:
+    """Return a table of values by name; null values are left out."""
+    return table_html(
+        (str(name), _format_value(value)) for name, value in values.items() if value is not None
+    )
+
+
+def _summarize(job: Job) -> JobSummary | None:
+    """Return the summary, or None for a job of a list, and for one that a newer server has."""
+    try:
+        return summary_of(parse_job(job.config_json)) if job.config_json else None
+    except ValidationError:
+        return None
+
+
+def _spark(record: JobRecord) -> str:
+    if not record.points:
+        return ""
+    panels = panels_of([record])
+    panel = next((panel for panel in panels if panel.title.startswith("KL")), panels[0])
+    return sparkline_svg(panel.curves[0])
+
+
+def _format_value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,160 @@
+"""Tables of jobs: the rows of a list and of a comparison, as text and as HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from clients.html.page import notebook_html
+from clients.jobs.job import Job, JobState
+from clients.jobs.record import JobRecord
+from clients.jobs.results import (
+    Measurement,
+    Result,
+    best_result,
+    differing_labels,
+    judging_metric,
+    progress_metric,
+    require_metric,
+    result_of,
+)
+from clients.jobs.view import duration, size
+from protos.program.logs import plain
+
+# The column of the metric that tells how far a job of its method has come.
+RESULT = "result"
+COLUMNS = ("id", "state", "steps", RESULT, "age", "attempt", "owner", "name", "reason")
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """Jobs side by side, with the newest and the best value of a metric.
+
+    `metric`: "" if no job was evaluated. `labels`: the labels that not all jobs have with the same
+    value.
+    """
+
+    metric: str
+    results: Sequence[Result]
+    labels: Sequence[str]
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns of `rows`."""
+        varied_labels = [name for name in self.labels if name not in (*COLUMNS, "best")]
+        names = varied_labels or ["name"]
+        return ["id", *names, "state", "steps", self._last_column, "best"]
+
+    @property
+    def rows(self) -> list[Row]:
+        """A row for each job; an asterisk marks the best of several jobs."""
+        best = best_result(self.results, self.metric) if len(self.results) > 1 else None
+        return [self._row_of(result, best) for result in self.results]
+
+    def _row_of(self, result: Result, best: Result | None) -> Row:
+        job = result.job
+        is_best = best is not None and result.equals(best)
+        return {
+            "id": job.id,
+            "name": job.name,
+            "state": job.state,
+            "steps": _format_steps(job),
+            **{name: job.labels.get(name, "-") for name in self.labels},
+            self._last_column: _format_measured(result.last),
+            "best": _format_measured(result.best) + (" *" if is_best else ""),
+        }
+
+    @property
+    def _last_column(self) -> str:
+        return self.metric or "no evaluation yet"
+
+    def __repr__(self) -> str:
+        return "\n".join(table_lines(self.columns, self.rows))
+
+    def _repr_html_(self) -> str:
+        return notebook_html([table_markup(self.columns, self.rows)])
+
+
+def compare_records(records: Sequence[JobRecord], metric: str = "") -> Comparison:
+    """Compare jobs by a metric, by default the metric that selects the best checkpoint.
+
+    Raises InvalidInput if there are metrics, but not this one.
+    """
+    metrics = sorted(set().union(*(record.metrics for record in records)))
+    if metric and metrics:
+        require_metric(metric, metrics)
+    metric = metric or judging_metric(record.points for record in records)
+    results = [result_of(record.job, record.points, metric) for record in records]
+    return Comparison(metric, results, differing_labels([record.job for record in records]))
+
+
+def list_columns(jobs: Sequence[Job]) -> list[str]:
+    """Return the columns of a list of jobs."""
+    has_owners = any(job.owner for job in jobs)
+    return [column for column in COLUMNS if has_owners or column != "owner"]
+
+
+def list_row(job: Job, now: float) -> Row:
+    """Return the row of a job in a list. `now`: Unix seconds."""
+    return {
+        "id": job.id,
+        "state": job.state,
+        "steps": _format_steps(job),
+        RESULT: newest_result(job),
+        # The clocks of the two machines may differ.
+        "age": duration(max(0.0, now - job.created_at)) if job.created_at else "-",
+        "attempt": job.attempt,
+        "owner": job.owner,
+        "name": job.name,
+        "reason": _state_reason(job),
+    }
+
+
+def table_lines(columns: Sequence[str], rows: Iterable[Row]) -> list[str]:
+    """Return a header and a line for each row, aligned and without control characters."""
+    lines = [[column.upper() for column in columns]]
+    lines += [[plain(str(row[column])) for column in columns] for row in rows]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+
+
+def table_markup(columns: Sequence[str], rows: Iterable[Row]) -> str:
+    """Return an HTML table with a header. All text is escaped."""
+    header = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(str(row[column]))}</td>' for column in columns)}</tr>"
+        for row in rows
+    )
+    return f'<table class="columns"><tr>{header}</tr>{body}</table>'
+
+
+def newest_result(job: Job) -> str:
+    """Return the metric that tells how far a job of its method has come, with its label, or "-"."""
+    if (progress := progress_metric(job.kind, job.metrics)) is None:
+        return "-"
+    metric, label = progress
+    value = job.metrics[metric]
+    return f"{size(value) if metric == 'bytes' else f'{value:.4g}'} {label}"
+
+
+def _format_steps(job: Job) -> str:
+    return f"{job.step}/{job.max_steps}"
+
+
+def _format_measured(measurement: Measurement | None) -> str:
+    if measurement is None:
+        return "-"
+    error = "" if measurement.stderr is None else f" +-{measurement.stderr:.1g}"
+    return f"{measurement.value:.4g}{error} @{measurement.step}"
+
+
+def _state_reason(job: Job) -> str:
+    """Return the phase of a job that is waiting or preparing, otherwise the reason of its state."""
+    queued = job.state is JobState.QUEUED and job.phase.startswith("WAITING ")
+    return job.phase if queued or job.state is JobState.PREPARING else job.reason

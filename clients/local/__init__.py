@@ -1,0 +1,1 @@
+"""Jobs on this machine without a server: run directories, their events, `run` and `preview`."""

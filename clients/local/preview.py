@@ -1,0 +1,36 @@
+"""`preview`: the training input of a job, token by token, before training."""
+
+from __future__ import annotations
+
+from clients.config.file import JobSource, load_job
+from clients.data.preview import parse_preview
+from clients.data.preview_html import ShownPreview
+from clients.local.program import parse_reply, run_program
+from clients.preflight.files import check_files, check_template
+from clients.preflight.models import check_models
+from protos.errors import ExitCode, InvalidInput
+from protos.extras import require_extra
+
+
+def preview(job: JobSource, *, records: int = 5, quiet: bool = False) -> ShownPreview:
+    """Return what a job learns, token by token, without training, teacher or GPU.
+
+    `job`: as for `DistillClient.submit`. `records`: number of records to show; a program reads them
+    as the training does. `quiet`: without the messages of the program. Raises InvalidInput for a
+    job that trains nothing or whose packages are missing, and the errors of its files.
+    """
+    config = load_job(job).config
+    if not config.preview_program:
+        raise InvalidInput(
+            "an evaluation trains nothing", field="method.type", hint="preview a job that trains"
+        )
+    require_extra("train", "a preview", field="JOB.toml")
+    check_files(config)
+    check_models(config)
+    if config.answering_student is not None:  # at once, not after the program has loaded torch
+        check_template(config, config.answering_student.model)
+    command = [config.preview_program, "--records", str(records)]
+    reply = run_program(command, config.model_dump_json(), quiet=quiet)
+    if reply[0] == ExitCode.INTERRUPTED:
+        raise KeyboardInterrupt
+    return ShownPreview.of(parse_preview(parse_reply(reply, "the preview")))

@@ -1,0 +1,275 @@
+"""`run`: trains a job on this machine in a process of its own, and RunHandle, the handle of it.
+
+The process is `distill run --resume DIRECTORY`, in a session of its own. It ends with this process:
+at the end of Python, and of a notebook's kernel, it stops after a checkpoint.
+"""
+
+from __future__ import annotations
+
+import atexit
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+from clients.config.file import JobSource, load_job
+from clients.jobs.artifacts import Checkpoint, pull_run
+from clients.jobs.display import JobDisplay
+from clients.jobs.job import TERMINAL, Job, JobEvent, JobState
+from clients.jobs.record import JobRecord, record_of_run
+from clients.local.follower import SECONDS_BETWEEN_POLLS, RunFollower
+from clients.runs.directory import RunDirectory
+from protos.errors import ExitCode, NotFound, TimedOut, WrongState
+from protos.operating_system import require_linux
+
+_LOG = "run.log"
+_running: set[_Attempt] = set()
+
+
+def run(job: JobSource, *, runs: Path | str = "runs", directory: Path | str = "") -> RunHandle:
+    """Start a job on this machine, without a server, and return its handle at once.
+
+    `job`: as for `DistillClient.submit`. `runs`: parent of the new run directory; `directory`: the
+    run directory itself, which must not exist. An interrupt (Ctrl-C, or of a notebook's kernel) in
+    `wait`, `watch` or `show` of the handle cancels the job after a checkpoint, and a second one
+    kills it; the job is also cancelled at the end of this process.
+
+    Raises the errors of `distill run` for a job that cannot start, such as InvalidInput.
+    """
+    from clients.local.directory import create_run, with_absolute_paths
+
+    require_linux("clients.run")
+    # Absolute paths, because the working directory of a notebook may change.
+    absolute = str(Path(directory).absolute()) if directory else ""
+    file = load_job(job)
+    parts = (file.text, file.path.suffix.lower())
+    config = with_absolute_paths(file)
+    return _start(create_run(config, Path(runs).absolute(), absolute, *parts))
+
+
+def run_command(directory: Path, max_steps: int | None) -> list[str]:
+    """Return the command of the next attempt of a run directory."""
+    steps = [] if max_steps is None else ["--set", f"max_steps={max_steps}"]
+    return [sys.executable, "-P", "-m", "clients", "run", "--resume", str(directory), *steps]
+
+
+class RunHandle(JobDisplay):
+    """A job of `run` at the time of the call, with the methods of JobHandle.
+
+    Values do not change. `refresh`, `wait` and `cancel` return a handle with new values.
+    """
+
+    _attempt: _Attempt  # no field, as JobHandle.client
+
+    @property
+    def directory(self) -> Path:
+        """The run directory, with metrics, checkpoints and export."""
+        return self._attempt.run.path
+
+    def refresh(self) -> RunHandle:
+        """Return the current state of the job."""
+        return _handle_of(self._attempt)
+
+    def record(self, *, with_notes: bool = False) -> JobRecord:
+        """Return the job as it is now, with its metrics and notes."""
+        return self._attempt.record()
+
+    def watch(self, after_seq: int = 0, *, timeout: float | None = None) -> Iterator[JobEvent]:
+        """Yield every event of this attempt after `after_seq` until the attempt ends.
+
+        Raises TimedOut after `timeout` seconds, which does not affect the job.
+        """
+        seq = after_seq
+        try:
+            for event in self._attempt.iterate(after_seq, timeout):
+                seq = event.seq
+                yield event
+        except KeyboardInterrupt:
+            self._attempt.stop_and_wait()
+            yield from (event for event in self._attempt.poll() if event.seq > seq)
+            raise
+
+    def wait(self, timeout: float | None = None) -> RunHandle:
+        """Wait until the job ends, and return it. Raises TimedOut as `watch` does."""
+        for _ in self.watch(timeout=timeout):
+            pass
+        return self.refresh()
+
+    def show(self, metrics: Sequence[str] = ()) -> None:
+        """Show the job until it ends; see JobDisplay."""
+        try:
+            super().show(metrics)
+        except KeyboardInterrupt:  # in the drawing, too
+            self._attempt.stop_and_wait()
+            raise
+
+    def history(self) -> Sequence[JobEvent]:
+        """Return every event of this attempt up to now."""
+        return self._attempt.poll()
+
+    def logs(self, *, attempt: int = 0) -> Iterator[bytes]:
+        """Yield the log of an attempt (0: this one). Raises NotFound if there is none."""
+        path = self._attempt.run.log_file(attempt or self.attempt)
+        try:
+            yield path.read_bytes()
+        except FileNotFoundError:
+            raise NotFound(f"job {self.id} has no log of attempt {attempt}") from None
+
+    def cancel(self, *, now: bool = False) -> RunHandle:
+        """Stop the job after a last checkpoint, or immediately if `now`, without waiting."""
+        self._attempt.stop(now=now)
+        return self.refresh()
+
+    def resume(self, *, max_steps: int | None = None) -> RunHandle:
+        """Start a new attempt from the newest checkpoint, and return its handle.
+
+        `max_steps` replaces the job's number of steps. Raises WrongState if the job has not ended,
+        or has finished its steps.
+        """
+        from clients.local.directory import require_unfinished
+
+        job = self.refresh()
+        if job.state not in TERMINAL:
+            raise WrongState(f"job {self.id} is {job.state}", hint="wait for its end, or cancel it")
+        require_unfinished(self._attempt.run, max_steps)
+        return _start(self._attempt.run, max_steps)
+
+    def pull(self, destination: Path | str, *, checkpoint: Checkpoint | None = None) -> Path:
+        """Copy the export or a checkpoint into a new directory; see `pull_run`."""
+        return pull_run(self.directory, destination, checkpoint=checkpoint)
+
+
+class _Attempt:
+    """The process of one attempt, and its events up to now. Safe to share between threads."""
+
+    def __init__(
+        self, run: RunDirectory, attempt: int, process: subprocess.Popen[bytes], max_steps: int
+    ) -> None:
+        self.run = run
+        self.number = attempt
+        self.max_steps = max_steps
+        self._process = process
+        self._follower = RunFollower(run, attempt, max_steps)
+        self._events: list[JobEvent] = []
+        self._stop_requested = self._has_ended = False
+        self._lock = threading.Lock()
+
+    def poll(self) -> list[JobEvent]:
+        """Return every event up to now."""
+        with self._lock:
+            if not self._has_ended:
+                # The process before its files, to miss nothing written before its end.
+                self._has_ended = self._process.poll() is not None
+                self._events += self._follower.poll()
+                if self._has_ended and not self._follower.over:
+                    self._events.append(self._follower.trainer_died(*self._final_reason()))
+                if self._has_ended:
+                    _running.discard(self)
+            return [*self._events]
+
+    def iterate(self, after_seq: int, timeout: float | None) -> Iterator[JobEvent]:
+        """Yield the events after `after_seq` until the end of the attempt."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            events = self.poll()
+            for event in events:
+                if event.seq > after_seq:
+                    after_seq = event.seq
+                    yield event
+            if self._has_ended:
+                return
+            if deadline is not None and time.monotonic() >= deadline:
+                hint = "the job continues; watch or cancel the job"
+                name = self.run.path.name
+                raise TimedOut(f"job {name} did not end within {timeout:g} s", hint=hint)
+            time.sleep(SECONDS_BETWEEN_POLLS)
+
+    def stop(self, *, now: bool = False) -> None:
+        """Request a stop after a checkpoint, or kill. Repeated calls have no further effect."""
+        if not self._stop_requested:
+            self._stop_requested = True
+            self._process.send_signal(signal.SIGTERM)
+        while now and self._process.poll() is None:
+            # After the first request, SIGINT kills; before, it would be the first request.
+            if self.run.read_control().stop:
+                self._process.send_signal(signal.SIGINT)
+                return
+            time.sleep(SECONDS_BETWEEN_POLLS)
+
+    def stop_and_wait(self) -> None:
+        """Cancel, and wait for the end; a KeyboardInterrupt in the meantime kills."""
+        self.stop()
+        try:
+            self._process.wait()
+        except KeyboardInterrupt:
+            self.stop(now=True)
+            self._process.wait()
+        self.poll()
+
+    def record(self) -> JobRecord:
+        """Return the record of the run directory, with the state of this attempt."""
+        events = self.poll()
+        record = record_of_run(self.run.path)
+        if not events:
+            phase = _last_line(self.run.path / _LOG) or "starting"
+            job = replace(record.job, state=JobState.PREPARING, phase=phase, reason="")
+        else:
+            event = events[-1]
+            job = replace(
+                record.job,
+                state=event.state,
+                phase="" if event.state in TERMINAL else event.phase,
+                reason=event.reason,
+                last_seq=event.seq,
+            )
+        return replace(record, job=replace(job, attempt=self.number, max_steps=self.max_steps))
+
+    def _final_reason(self) -> tuple[str, JobState]:
+        code = self._process.returncode
+        if self._stop_requested or code == ExitCode.INTERRUPTED:
+            return "cancelled without a checkpoint of its last steps", JobState.CANCELLED
+        log = self.run.path / _LOG
+        line = _last_line(log)
+        if line.startswith("error: "):
+            return line.removeprefix("error: "), JobState.FAILED
+        return f"the run ended with exit code {code}; read {log}", JobState.FAILED
+
+
+def _start(run: RunDirectory, max_steps: int | None = None) -> RunHandle:
+    from clients.local.directory import next_attempt
+
+    attempt = next_attempt(run)
+    with (run.path / _LOG).open("wb") as log:
+        process = subprocess.Popen(
+            run_command(run.path, max_steps),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            # A session of its own: an interrupt of another cell does not reach it.
+            start_new_session=True,
+        )
+    started = _Attempt(run, attempt, process, max_steps or run.config().max_steps)
+    _running.add(started)
+    return _handle_of(started)
+
+
+@atexit.register
+def _stop_all() -> None:
+    for attempt in [*_running]:
+        attempt.stop()
+
+
+def _handle_of(attempt: _Attempt) -> RunHandle:
+    job = attempt.record().job
+    handle = RunHandle(**{field.name: getattr(job, field.name) for field in fields(Job)})
+    object.__setattr__(handle, "_attempt", attempt)  # the values are frozen
+    return handle
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
