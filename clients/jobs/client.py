@@ -202,7 +202,11 @@ class DistillClient:
         if len(files) == 1:  # older servers have no SubmitJobs
             submission_key = idempotency_key or None
             return JobList(
-                [self.submit(files[0], upload=upload, report=report, idempotency_key=submission_key)]
+                [
+                    self.submit(
+                        files[0], upload=upload, report=report, idempotency_key=submission_key
+                    )
+                ]
             )
         files = self._prepare(files, upload, report)
         # One key per call, so that a retry of the call cannot queue the jobs twice.
