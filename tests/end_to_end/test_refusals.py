@@ -105,7 +105,8 @@ CASES = {
     ),
     "a name that is nowhere": Refusal(
         {"student.model": "nobody/nothing-of-this-name"},
-        ("student.model: ", "no usable model", "give a Hugging Face directory"),
+        ("student.model: ", "nobody/nothing-of-this-name", "hub", "give a local directory"),
+        code=ExitCode.UNREACHABLE,
         launched=True,  # the hub library reads its environment variables at its import
     ),
     "no weights": Refusal(

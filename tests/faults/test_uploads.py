@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import random
 import signal
 import subprocess
 import threading
+from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from tests.faults.proxy import FaultProxy, Toxics
 from tests.forked_python import ForkedPython
 
 SIZE, BREAKS = 32 << 20, 10
+LINE_BYTES = 1 << 14
 # Sent again per break: the interrupted part, and what the server had not read (transport.py).
 MAX_LOST_BYTES = 1 << 20
 
@@ -52,9 +55,13 @@ class BreakingServer(Server):
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A file of the size of a small model; these tests do not read its records."""
-    path = tmp_path / "train.jsonl"
-    path.write_bytes(random.Random(0).randbytes(SIZE))
+    """Records that do not compress well, in a file of the size of a small model."""
+    path, source = tmp_path / "train.jsonl", random.Random(0)
+    empty_line = json.dumps({"prompt": "", "answer": "1"}) + "\n"
+    with path.open("w") as file:
+        for _ in range(SIZE // LINE_BYTES):
+            prompt = b64encode(source.randbytes(LINE_BYTES)).decode()
+            file.write(empty_line.replace('""', f'"{prompt[: LINE_BYTES - len(empty_line)]}"'))
     return path
 
 
@@ -135,8 +142,8 @@ def test_a_server_that_is_killed_ten_times(breaking_server: BreakingServer, data
 def test_a_server_that_is_killed_at_the_end(
     breaking_server: BreakingServer, tmp_path: Path
 ) -> None:
-    data = tmp_path / "train.jsonl"
-    data.write_bytes(b"x" * 1000)
+    data, records = tmp_path / "train.jsonl", b'{"prompt": "1+1=", "answer": "2"}\n' * 30
+    data.write_bytes(records)
     with DistillClient(breaking_server.address) as client:
         rising = threading.Thread(
             target=lambda: [breaking_server.rise_again(), breaking_server.rise_again()]
@@ -144,7 +151,7 @@ def test_a_server_that_is_killed_at_the_end(
         rising.start()
         (ready,) = client.upload([job_of(data)])
         rising.join(60)
-        assert path_of(ready).read_bytes() == b"x" * 1000
+        assert path_of(ready).read_bytes() == records
 
 
 def test_a_server_that_is_away(data: Path) -> None:

@@ -12,9 +12,11 @@ import pytest
 
 from clients.teacher.client import TeacherClient
 from clients.teacher.query import ScoreQuery
+from protos.errors import ExitCode
 from tests.forked_python import run_forked
 from tests.teacher_service.conftest import StartTeacher
 
+HUB_ID = ["--model", "nobody/no-such-model"]  # tests have no hub
 FAKE = ["--engine", "fake", "--model", "vocab=64"]
 
 
@@ -29,7 +31,7 @@ def run(*args: str, launched: bool = False) -> subprocess.CompletedProcess[str]:
     ("args", "field"),
     [
         (["--model", "/no/such/directory"], "--model"),
-        (["--model", "nobody/no-such-model"], "--model"),
+        (HUB_ID, "--model"),
         (["--engine", "fake", "--model", "vocab=x"], "--model"),
         (["--engine", "fake", "--model", "vocab=0"], "--model"),
         (["--engine", "fake", "--model", "vocab=9,latency_ms=-1"], "--model"),
@@ -41,7 +43,7 @@ def run(*args: str, launched: bool = False) -> subprocess.CompletedProcess[str]:
 def test_a_wrong_setting_is_one_sentence(args: list[str], field: str) -> None:
     start = time.monotonic()
     process = run(*args, launched="vocab=x" in args)
-    assert process.returncode == 2
+    assert process.returncode == (ExitCode.UNREACHABLE if args is HUB_ID else ExitCode.USAGE)
     assert process.stdout == ""
     assert process.stderr.startswith(f"error: {field}: ")
     assert process.stderr.count("\n") == 1

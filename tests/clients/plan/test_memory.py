@@ -339,11 +339,11 @@ class TestCommand:
         # The library reads the environment variable only when it is imported.
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         capture = str(ROOT / "deploy" / "jobs" / "gsm8k_capture.toml")
-        for arguments, message in (
-            ([file, "--gpus", "0"], "--gpus"),
-            ([file, "--gpus", "64"], "train.prompts_per_step: 32 sequences are too few for 64"),
-            ([file, "--set", "student.model=no/model"], "student.model: no config.json of"),
-            ([capture], "method.type: a job of method capture trains no student"),
+        for code, arguments, message in (
+            (2, [file, "--gpus", "0"], "--gpus"),
+            (2, [file, "--gpus", "64"], "train.prompts_per_step: 32 sequences are too few for 64"),
+            (4, [file, "--set", "student.model=no/model"], "student.model: no config.json of"),
+            (2, [capture], "method.type: a job of method capture trains no student"),
         ):
-            assert main(["plan", *arguments]) == 2
+            assert main(["plan", *arguments]) == code
             assert message in capsys.readouterr().err

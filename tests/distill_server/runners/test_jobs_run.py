@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 
 from clients.config.file import JobFile
@@ -16,7 +17,10 @@ from clients.jobs.client import DistillClient
 from clients.jobs.job import JobState
 from clients.runs.directory import RunDirectory
 from distill_server.runners.local.process import family
+from protos import distill_pb2 as pb
+from protos.distill_pb2_grpc import DistillStub
 from protos.errors import InvalidInput, NotFound, TimedOut, WrongState
+from protos.rpc.statuses import fault_of
 from tests.distill_server.conftest import Server, eventually, job_config
 
 
@@ -78,20 +82,13 @@ def test_key_of_another_job_is_refused(client: DistillClient) -> None:
     ],
 )
 def test_bad_config_names_its_field(
-    client: DistillClient, change: dict[str, object], field: str
+    server: Server, client: DistillClient, change: dict[str, object], field: str
 ) -> None:
     """The server validates what a client without validation sends."""
-
-    class Unchecked:
-        def model_dump_json(self) -> str:
-            return json.dumps(self.model_dump())
-
-        def model_dump(self, **options: bool) -> dict[str, object]:
-            return job_config().model_dump(**options) | change  # type: ignore[arg-type]
-
-    with pytest.raises(InvalidInput) as exc_info:
-        client.submit(Unchecked())  # type: ignore[arg-type]
-    assert exc_info.value.field == field
+    config_json = json.dumps(job_config().model_dump() | change)
+    with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError) as caught:
+        DistillStub(channel).SubmitJob(pb.SubmitJobRequest(config_json=config_json))
+    assert fault_of(caught.value, "").field == field
     assert client.list() == []
 
 
