@@ -26,6 +26,7 @@ from distill_server.metrics import ServerMetrics
 from distill_server.on_end import EndCommand
 from distill_server.people.audit import AUDIT_FILE, Audit
 from distill_server.people.quotas import Quotas, require_counted_gpus
+from distill_server.places import Places
 from distill_server.retention.keeper import Keeper
 from distill_server.retention.removals import Removals
 from distill_server.rpc.service import SERVICE, DistillService
@@ -113,6 +114,7 @@ async def run_server(
             uploads=uploads,
             audit=audit,
             tokens=tokens,
+            read_places=lambda: Places(store, scheduler, policy.machine),
         )
         server_metrics = ServerMetrics(
             store, policy.machine, scheduler.teachers, runs, files, audit.refusals

@@ -37,7 +37,6 @@ from distill_server.dashboard.job_details import (
     samples_of,
 )
 from distill_server.dashboard.outcomes import Outcomes, results_table
-from distill_server.dashboard.places import Places
 from distill_server.dashboard.responses import job_record, on_error
 from distill_server.dashboard.teachers import Teachers
 from distill_server.jobs.change_notifier import ChangeNotifier
@@ -46,6 +45,7 @@ from distill_server.jobs.rows import JobFilter, ListOrder
 from distill_server.jobs.run_files import SharedReads
 from distill_server.jobs.store import JobStore
 from distill_server.people.audit import Audit, Entry
+from distill_server.places import Places
 from distill_server.rpc.streams import Streams
 from distill_server.runners.local.usage import usage_of
 from distill_server.runners.machine import Machine

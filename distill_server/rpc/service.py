@@ -6,8 +6,9 @@ Its methods decode the request, call other parts of the server, and encode the r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -16,12 +17,14 @@ import grpc
 import grpc.aio
 
 from clients.jobs.artifacts import artifact_root
+from clients.jobs.job import Job, JobState
 from clients.runs.directory import NOTES, RunDirectory
 from clients.teacher.info import TeacherLoad, load_of
 from distill_server.jobs.control import JobControl, Submission
 from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import JobStore
 from distill_server.people.audit import Audit, audited, audited_stream
+from distill_server.places import Places
 from distill_server.retention.removals import Removals
 from distill_server.rpc.artifacts import notes_root, read_pieces
 from distill_server.rpc.encode import (
@@ -67,6 +70,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         uploads: Uploads | None = None,
         audit: Audit | None = None,
         tokens: Tokens | None = None,
+        read_places: Callable[[], Places] | None = None,
     ) -> None:
         self._store = store
         self._runs = runs
@@ -78,6 +82,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         self._uploads = uploads or Uploads(runs)
         self.audit = audit or Audit(None)
         self._tokens = tokens or Tokens()
+        self._read_places = read_places
 
     def caller(self, context: _Context) -> Caller:
         """Return the caller of the current call."""
@@ -124,7 +129,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         with suppress(OSError):
             run = RunDirectory(self._runs / job.id)
             checkpoints = await self._files.call(run.checkpoint_steps)
-        job = self._store.job(job.id)
+        [job] = self._explain_waits([self._store.job(job.id)])
         return encode_job(job, with_config=True, checkpoints=checkpoints)
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: _Context) -> pb.ListJobsResponse:
@@ -134,7 +139,19 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         now = self._store.now()
         job_filter = decode_filter(request, self.caller(context), now)
         jobs = self._store.page(limit=limit, before_id=before_id, job_filter=job_filter)
-        return pb.ListJobsResponse(jobs=[encode_job(job) for job in jobs], time=now)
+        explained_jobs = self._explain_waits(jobs)
+        return pb.ListJobsResponse(jobs=[encode_job(job) for job in explained_jobs], time=now)
+
+    def _explain_waits(self, jobs: Sequence[Job]) -> Sequence[Job]:
+        """Return the jobs; a queued job without a phase gets one: its place and why it waits."""
+        is_waiting = [job.state is JobState.QUEUED and not job.phase for job in jobs]
+        if self._read_places is None or not any(is_waiting):
+            return jobs
+        places = self._read_places()
+        return [
+            replace(job, phase=places.phase_of(job)) if waits else job
+            for job, waits in zip(jobs, is_waiting, strict=True)
+        ]
 
     async def WatchJob(
         self, request: pb.WatchJobRequest, context: _Context

@@ -115,6 +115,9 @@ def test_slots_and_first_come_first_served(make_server: Callable[..., Server]) -
 def test_cancel_queued(client: DistillClient) -> None:
     first_job = client.submit(job_config("pause=1", max_steps=1000))
     second_job = client.submit(job_config())
+    why = "WAITING place 1: the only slot is in use"
+    eventually(lambda: client.get(second_job.id).phase == why)
+    assert {job.id: job.phase for job in client.list()}[second_job.id] == why
     cancelled_job = client.cancel(second_job.id)
     assert cancelled_job.state is JobState.CANCELLED
     assert cancelled_job.reason == "cancelled while queued"

@@ -59,6 +59,10 @@ class Places:
             "retry_at": round(time.time() + seconds) if seconds else 0,
         }
 
+    def phase_of(self, job: Job) -> str:
+        """Return the phase of a QUEUED job: its place in the queue, and why it waits."""
+        return f"WAITING place {self._place.get(job.id, 0)}: {self._explain_wait(job)}"
+
     def _explain_wait(self, job: Job) -> str:
         if self._scheduler.rest_seconds(job):
             return "the job waits after a failure"

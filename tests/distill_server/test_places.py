@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from distill_server.dashboard.places import Places
+from distill_server.places import Places
 from distill_server.runners.interface import Exited
 from distill_server.runners.machine import UNCOUNTED, Machine
 from distill_server.scheduler import Policy
@@ -46,6 +46,7 @@ def test_slots_and_priorities(tmp_path: Path) -> None:
         assert capacity(server) == {"slots": [1, 1], "cpus": [1, 1], "gpus": None, "queued": 2}
         places = Places(server.store, server.scheduler, server.policy.machine)
         assert places.describe(server.store.job(first_id)) == {}
+        assert places.phase_of(server.store.job(later_id)) == f"WAITING place 2: {why}"
 
 
 def test_what_a_job_needs_and_who_is_before_it(tmp_path: Path) -> None:
