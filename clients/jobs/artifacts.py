@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 from clients.jobs.download import Download
 from clients.jobs.job import Job, JobState
-from clients.jobs.record import record_of_run
+from clients.jobs.record import JobRecord, record_of_run
 from clients.runs.best_step import best_step
 from clients.runs.directory import RunDirectory
 from clients.runs.metrics_file import Point
@@ -59,12 +59,22 @@ def pull_run(
 
     DistillClient.pull without a server, with the same arguments, result and errors.
     """
-    run, record = RunDirectory(path), record_of_run(path)
+    return pull_record(record_of_run(path), path, destination, checkpoint=checkpoint)
+
+
+def pull_record(
+    record: JobRecord,
+    path: Path | str,
+    destination: Path | str,
+    *,
+    checkpoint: Checkpoint | None = None,
+) -> Path:
+    """Copy from the run directory `path` as `pull_run` does, where `record` has the job's state."""
     step = None
     if checkpoint is not None:
         step = checkpoint_step(record.job, checkpoint, lambda: record.points)
     with Download(Path(destination)) as download:
-        download.copy(artifact_root(record.job, run, step))
+        download.copy(artifact_root(record.job, RunDirectory(path), step))
         return download.finish()
 
 

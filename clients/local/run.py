@@ -17,7 +17,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from clients.config.file import JobSource, load_job
-from clients.jobs.artifacts import Checkpoint, pull_run
+from clients.jobs.artifacts import Checkpoint, pull_record
 from clients.jobs.display import JobDisplay
 from clients.jobs.job import TERMINAL, Job, JobEvent, JobState
 from clients.jobs.record import JobRecord, record_of_run
@@ -140,7 +140,10 @@ class RunHandle(JobDisplay):
 
     def pull(self, destination: Path | str, *, checkpoint: Checkpoint | None = None) -> Path:
         """Copy the export or a checkpoint into a new directory; see `pull_run`."""
-        return pull_run(self.directory, destination, checkpoint=checkpoint)
+        record = record_of_run(self.directory)
+        if record.job.attempt <= self.attempt:  # the directory lacks a failure before the trainer
+            record = self.record()
+        return pull_record(record, self.directory, destination, checkpoint=checkpoint)
 
 
 class _Attempt:

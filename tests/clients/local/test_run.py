@@ -114,6 +114,17 @@ def test_a_run_that_fails_and_one_that_dies() -> None:
     assert "ended by signal 9" in (died.directory / "run.log").read_text()
 
 
+def test_pull_of_a_run_that_failed_before_its_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "import sys; print('error: the teacher does not answer'); sys.exit(5)"
+    command = [sys.executable, "-S", "-c", script]
+    monkeypatch.setattr(local_run, "run_command", lambda directory, max_steps: command)
+    job = run(make_job("x"))
+    assert job.wait().state is JobState.FAILED
+    with pytest.raises(WrongState, match="failed: the teacher does not answer"):
+        job.pull("model")  # the handle of the start, with the state PREPARING
+    assert not Path("model").exists()
+
+
 def test_the_documented_run(capsys: pytest.CaptureFixture[str]) -> None:
     Path("job.toml").write_text(
         'student.model = "org/tiny"\ndata.path = "org/data"\nteacher.address = "localhost:1"\n'
