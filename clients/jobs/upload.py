@@ -14,9 +14,10 @@ import grpc
 from clients.config.file import is_absolute, is_file_name, named_files, replaced, similar_path
 from clients.config.kinds import AnyJob
 from clients.data.formats import FILE_SUFFIXES, exists_here, files_of, is_pattern
-from clients.data.models.files import MODEL_KEYS, list_model_files
+from clients.data.models.files import ADAPTER_CONFIG, MODEL_KEYS, list_model_files
 from clients.data.records import DataSet, images_of
 from clients.jobs.connection import ServerConnection
+from clients.store.manifest import read_manifest
 from protos import distill_pb2 as pb
 from protos.distill_pb2_grpc import DistillStub
 from protos.errors import Corrupt, DistillError, InvalidInput, WrongState
@@ -27,6 +28,7 @@ _Job = TypeVar("_Job", bound=AnyJob)
 
 # An interrupted part is sent again from its start, so parts are short.
 _PART_BYTES = 256 << 10
+_IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
 @dataclass(frozen=True)
@@ -256,15 +258,47 @@ def _list_files(key: str, place: Path) -> LocalFiles:
             hint="name a file or a directory",
         )
     else:
+        _refuse_other_directory(key, place)
         if key in MODEL_KEYS:
             names = list_model_files(place)
         else:
             names = [path.relative_to(place).as_posix() for path in _folder_files(key, place)]
+        if key == "data.image_folder":
+            names = [name for name in names if name.lower().endswith(_IMAGE_SUFFIXES)]
         source_by_path = {f"{place.name}/{name}": place / name for name in names}
     if not source_by_path:
         raise InvalidInput(f"{place} has no files to send", field=key, hint="name a file")
     _check_names(key, place, source_by_path)
     return LocalFiles(key, place, source_by_path)
+
+
+def _refuse_other_directory(key: str, place: Path) -> None:
+    """Raise InvalidInput for a directory of files that no program of the job reads."""
+
+    def has(*names: str) -> bool:
+        return all((place / name).is_file() for name in names)
+
+    if key in MODEL_KEYS:
+        other_name = "tokenizer_config.json" if key.endswith(".tokenizer") else ADAPTER_CONFIG
+        if not has("config.json") and not has(other_name):
+            raise InvalidInput(
+                f"{place} has neither config.json nor {other_name}, so it is not sent",
+                field=key,
+                hint="name the directory of a model, or a hub id",
+            )
+    elif key != "data.image_folder" and not (
+        has("dataset_dict.json") or has("state.json", "dataset_info.json")
+    ):
+        try:
+            is_store = read_manifest(place) is not None
+        except (Corrupt, WrongState, OSError):
+            is_store = False
+        if not is_store:
+            raise InvalidInput(
+                f"{place} is neither a store nor a saved data set, so it is not sent",
+                field=key,
+                hint=f"give a file or a pattern such as {place}/*.jsonl",
+            )
 
 
 def _list_matches(key: str, pattern: str) -> LocalFiles:

@@ -11,6 +11,7 @@ import pytest
 
 from clients.config.kinds import AnyJob, parse_job
 from clients.jobs.upload import local_files, paths_of_server
+from clients.store.manifest import Manifest, write_manifest
 from protos.errors import InvalidInput
 
 
@@ -92,9 +93,42 @@ def test_a_model_of_links_as_in_the_cache_of_the_hub(working_directory: Path) ->
 
 
 def test_a_data_set_directory_with_all_below_it(working_directory: Path) -> None:
-    write_files(working_directory / "saved", "state.json", "data/0.arrow", ".cache/x")
-    sent_names = ["saved/data/0.arrow", "saved/state.json"]
+    names = ["data/0.arrow", "dataset_info.json", "state.json"]
+    write_files(working_directory / "saved", *names, ".cache/x")
+    sent_names = [f"saved/{name}" for name in names]
     assert files_by_key(make_job(data={"path": "saved"})) == {"data.path": sent_names}
+    write_files(working_directory / "splits", "dataset_dict.json", "train/state.json")
+    sent_names = ["splits/dataset_dict.json", "splits/train/state.json"]
+    assert files_by_key(make_job(data={"path": "splits"})) == {"data.path": sent_names}
+
+
+def test_a_directory_that_is_no_data_set_or_model_is_not_sent(working_directory: Path) -> None:
+    """Such as `data.path = "."` in a directory with tokens, logs and models."""
+    write_files(working_directory, "train.jsonl", "token", "manifest.json", "state.json")
+    mix = [{"path": ".", "share": 0.5}]
+    for key, data in {
+        "data.path": {"path": "."},
+        "data.eval_path": {"path": "train.jsonl", "eval_path": "."},
+        "data.mix.0.path": {"path": "train.jsonl", "mix": mix},
+    }.items():
+        assert refusal_of(make_job(data=data)) == (
+            f"{key}: {working_directory} is neither a store nor a saved data set, so it is not"
+            f" sent; give a file or a pattern such as {working_directory}/*.jsonl"
+        )
+    assert refusal_of(make_job(student={"model": "."})) == (
+        f"student.model: {working_directory} has neither config.json nor adapter_config.json, so"
+        " it is not sent; name the directory of a model, or a hub id"
+    )
+    tokenizer = {"address": "localhost:50052", "tokenizer": "."}
+    assert refusal_of(make_job(teacher=tokenizer)).startswith(
+        f"teacher.tokenizer: {working_directory} has neither config.json nor tokenizer_config.json"
+    )
+    write_files(working_directory, "photos/a.PNG", "photos/b.jpeg")
+    images = {"method": {"type": "offline"}, "data": {"path": "a/b", "image_folder": "."}}
+    (local,) = local_files(make_job(**images))
+    assert [file.name for file in local.files.values()] == ["a.PNG", "b.jpeg"]
+    write_manifest(working_directory, Manifest({}, []))
+    assert len(local_files(make_job(data={"path": "."}))) == 1
 
 
 def refusal_of(config: AnyJob) -> str:
@@ -105,7 +139,7 @@ def refusal_of(config: AnyJob) -> str:
 
 
 def test_what_cannot_be_sent_is_told_in_one_sentence(working_directory: Path) -> None:
-    folder = write_files(working_directory / "saved", "state.json")
+    folder = write_files(working_directory / "saved", "state.json", "dataset_info.json")
     os.mkfifo(folder / "pipe")
     config = make_job(data={"path": "saved"})
     assert refusal_of(config).startswith(f"data.path: {folder}/pipe is not a regular file")
@@ -131,7 +165,8 @@ def test_what_cannot_be_sent_is_told_in_one_sentence(working_directory: Path) ->
 
 
 def test_too_many_files(working_directory: Path) -> None:
-    write_files(working_directory / "saved", *(f"{n}" for n in range(10_001)))
+    names = ["dataset_dict.json", *(f"{n}" for n in range(10_000))]
+    write_files(working_directory / "saved", *names)
     assert "has 10001 files; at most 10000 are sent" in refusal_of(make_job(data={"path": "saved"}))
 
 
