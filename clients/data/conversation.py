@@ -44,6 +44,11 @@ class Conversation:
     tools: tuple[Mapping[str, Any], ...] | None = None
 
     @property
+    def characters(self) -> int:
+        """The number of characters of all texts."""
+        return sum(len(text_of_content(message.get("content"))) for message in self.messages)
+
+    @property
     def is_answered(self) -> bool:
         """Whether the last message is the assistant's."""
         return bool(self.messages) and self.messages[-1]["role"] == "assistant"

@@ -33,7 +33,7 @@ from student_trainer.data.prompts import (
     no_items_error,
     require_tokens,
 )
-from student_trainer.data.record_table import Encoder, OmissionCounter
+from student_trainer.data.record_table import Encoder, OmissionCounter, is_far_too_long
 from student_trainer.data.records import PromptRecord, RecordReader
 from student_trainer.data.sequence import MaskedSequence, TokenSequence
 
@@ -141,6 +141,9 @@ class _ExampleEncoder:
 
         Raises InvalidInput, naming `field`, if the prompt has no tokens.
         """
+        if is_far_too_long(record.conversation, self._max_tokens):
+            self._too_long.add(record.conversation.characters)
+            return None
         ids, mask = self._encode_tokens(record)
         learned = np.flatnonzero(mask)
         if not len(learned):

@@ -31,7 +31,12 @@ from clients.data.tokens.tokenizer import tokenizer_facts
 from protos.errors import InvalidInput
 from student_trainer.data.images import SequenceImages, with_images
 from student_trainer.data.order import Indices, assign_sets, count_per_set, permutation
-from student_trainer.data.record_table import Encoder, OmissionCounter, RecordTable
+from student_trainer.data.record_table import (
+    Encoder,
+    OmissionCounter,
+    RecordTable,
+    is_far_too_long,
+)
 from student_trainer.data.records import PromptRecord, RecordReader
 
 log = logging.getLogger(__name__)
@@ -158,6 +163,9 @@ class _PromptEncoder:
         Raises InvalidInput, naming `field`, if the prompt has no tokens.
         """
         conversation = record.conversation.unanswered()
+        if is_far_too_long(conversation, self._max_tokens):
+            self._too_long.add(conversation.characters)
+            return None
         self._parts.check(conversation, record.where)
         ids = self._prompt_format.ids(self._tokenizer, conversation, record.where)
         require_tokens(ids, record.where, field)

@@ -14,6 +14,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from clients.data.conversation import Conversation
 from clients.data.records import DataSet
 from clients.store.record_cache import States, open_records, read_check, write_check
 from protos.errors import InvalidInput
@@ -27,8 +28,19 @@ Encoded = TypeVar("Encoded", covariant=True)
 
 _MAX_ITEMS = 1024  # encoded items that are kept, so that a repeated step is not encoded again
 _SECONDS_BETWEEN_REPORTS = 10.0
+# Texts above both limits are left out without being tokenized. No tokenizer has longer tokens,
+# except of whitespace.
+_MIN_CHARACTERS, _CHARACTERS_PER_TOKEN = 1 << 20, 256
 # Keys of the table `data` that change no item.
 _IRRELEVANT = {"path", "name", "split", "mix", "eval_path", "max_left_out"}
+
+
+def is_far_too_long(conversation: Conversation, max_tokens: int) -> bool:
+    """Return whether a conversation exceeds `max_tokens` by its number of characters alone.
+
+    The tokenizer needs some 400 bytes a character, so it must not read a record of many megabytes.
+    """
+    return conversation.characters > max(_MIN_CHARACTERS, _CHARACTERS_PER_TOKEN * max_tokens)
 
 
 class OmissionCounter:

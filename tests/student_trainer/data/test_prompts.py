@@ -106,6 +106,25 @@ def test_long_prompts_are_left_out_and_counted(
     )
 
 
+def test_a_record_of_megabytes_is_left_out_without_its_tokens(
+    data: DataConfig, words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer needs gigabytes for 40 million characters."""
+    encode, read_characters = PromptFormat.ids, []
+
+    def ids(self: PromptFormat, tokenizer: Any, conversation: Any, where: str = "") -> list[int]:
+        read_characters.append(conversation.characters)
+        return encode(self, tokenizer, conversation, where)
+
+    monkeypatch.setattr(PromptFormat, "ids", ids)
+    path = tmp_path / "huge.jsonl"
+    huge_line = json.dumps({"prompt": "1+" * (1 << 20), "answer": "1"})
+    path.write_text("\n".join([*Path(data.path).read_text().splitlines(), huge_line]))
+    chosen, _ = load(data.model_copy(update={"path": str(path)}), words)
+    assert len({prompt.answer for prompt in chosen.of_step(1, 25)}) == 25
+    assert 0 < max(read_characters) < 100
+
+
 def test_more_records_are_left_out_than_a_job_allows(data: DataConfig, words: Any) -> None:
     """20 of 30 prompts are too long; those that precede a held-out one are not counted again."""
     with pytest.raises(
