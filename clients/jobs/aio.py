@@ -25,6 +25,7 @@ def _call(
 
     @wraps(method)
     async def call(self: AsyncDistillClient, /, *args: _P.args, **kwargs: _P.kwargs) -> _Result:
+        self._client._connection.require_usable()
         client = copy(self._client)  # a connection of its own, which ends with a cancelled call
         running_call = self._threads.submit(partial(method, client, *args, **kwargs))
         running_call.add_done_callback(lambda _: client.close())
@@ -49,6 +50,7 @@ def _iterate(
     async def iterate(
         self: AsyncDistillClient, /, *args: _P.args, **kwargs: _P.kwargs
     ) -> AsyncIterator[_Result]:
+        self._client._connection.require_usable()
         client = copy(self._client)
         iterator = method(client, *args, **kwargs)
         try:
@@ -118,6 +120,6 @@ class AsyncDistillClient:
     logs = _iterate(DistillClient.logs)
 
     async def close(self) -> None:
-        """Close the connection. The client cannot be used afterwards."""
+        """Close the connection. Later calls raise WrongState."""
         self._client.close()
         self._threads.shutdown(wait=False)

@@ -154,7 +154,10 @@ class DistillClient:
         return self._copy, ()
 
     def close(self) -> None:
-        """Close the connection and cancel open streams. The client cannot be used afterwards."""
+        """Close the connection and cancel open streams.
+
+        Later calls of the client and of its handles raise WrongState.
+        """
         if not is_forked():  # the connection is the parent's
             self._connection.close()
 

@@ -12,7 +12,7 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from protos.errors import TimedOut, Unavailable
+from protos.errors import TimedOut, Unavailable, WrongState
 from protos.rpc.channel import SERVER_TOKEN, open_channel, require_unforked
 from protos.rpc.statuses import fault_of
 from protos.rpc.transport import STREAM_OPEN, backoff
@@ -35,6 +35,7 @@ class ServerConnection:
         self.channel = open_channel(address, token=SERVER_TOKEN)
         self._streams: set[Any] = set()
         self._is_cancelled = False
+        self._is_closed = False
         self._timeout = timeout
         self._patience = patience_seconds
 
@@ -46,8 +47,18 @@ class ServerConnection:
 
     def close(self) -> None:
         """End all streams and close the channel."""
+        self._is_closed = True
         self.cancel()
         self.channel.close()
+
+    def require_usable(self) -> None:
+        """Raise WrongState if the connection is closed, or if it is of the process's parent."""
+        require_unforked()
+        if self._is_closed:
+            raise WrongState(
+                f"the client of the {self.name} is closed",
+                hint="make a new client, and get the job from it",
+            )
 
     def call(
         self,
@@ -61,7 +72,7 @@ class ServerConnection:
         `retry` enables the retry. An Unavailable error with a field is not retried: the server sent
         this error because it could not reach a job's teacher.
         """
-        require_unforked()
+        self.require_usable()
         deadline = time.monotonic() + self._timeout
         try:
             return method(request, timeout=self._timeout)
@@ -69,6 +80,7 @@ class ServerConnection:
             fault = fault_of(error, self.name)
             if not retry or not isinstance(fault, Unavailable) or fault.field:
                 raise fault from error
+        self.require_usable()
         patience = max(0.001, min(_RESTART_SECONDS, deadline - time.monotonic()))
         try:
             return method(request, timeout=patience, wait_for_ready=True)
@@ -103,10 +115,10 @@ class ServerConnection:
 
         `open_stream` must continue after the last received message.
         """
-        require_unforked()
         away_since: float | None = None
         failures = 0
         while True:
+            self.require_usable()
             # Any: grpc's types do not say that a response iterator is also a grpc.Call.
             call: Any = open_stream()
             self._streams.add(call)
@@ -139,7 +151,7 @@ class ServerConnection:
         seconds = min(_LONGEST_PAUSE_SECONDS, max(0.001, deadline - time.monotonic()))
         # Any answer means that the connection is up. A channel_ready_future would leave a thread
         # that raises an error if the channel is closed meanwhile.
-        with suppress(grpc.RpcError):
+        with suppress(grpc.RpcError, ValueError):  # the latter: the channel is closed
             HealthStub(self.channel).Check(
                 HealthCheckRequest(), timeout=seconds, wait_for_ready=True
             )
