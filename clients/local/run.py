@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from clients.config.file import JobSource, load_job
 from clients.jobs.artifacts import Checkpoint, pull_record
@@ -22,7 +23,7 @@ from clients.jobs.display import JobDisplay
 from clients.jobs.job import TERMINAL, Job, JobEvent, JobState
 from clients.jobs.record import JobRecord, record_of_run
 from clients.local.follower import SECONDS_BETWEEN_POLLS, RunFollower
-from clients.runs.directory import RunDirectory
+from clients.runs.directory import Control, RunDirectory
 from protos.errors import ExitCode, NotFound, TimedOut, WrongState
 from protos.operating_system import require_linux
 
@@ -120,21 +121,30 @@ class RunHandle(JobDisplay):
             raise NotFound(f"job {self.id} has no log of attempt {attempt}") from None
 
     def cancel(self, *, now: bool = False) -> RunHandle:
-        """Stop the job after a last checkpoint, or immediately if `now`, without waiting."""
-        self._attempt.stop(now=now)
-        return self.refresh()
+        """Stop the job after a last checkpoint, or immediately if `now`, without waiting.
+
+        A later attempt that runs is stopped instead. If `resume` of this process started it, its
+        handle is returned.
+        """
+        newest = _newest_attempt(self._attempt)
+        newest.stop(now=now)
+        if _has_successor(newest):
+            newest.run.write_control(Control("now" if now else "checkpoint"))
+        return _handle_of(newest)
 
     def resume(self, *, max_steps: int | None = None) -> RunHandle:
         """Start a new attempt from the newest checkpoint, and return its handle.
 
         `max_steps` replaces the job's number of steps. Raises WrongState if the job has not ended,
-        or has finished its steps.
+        or has finished its steps, or if a later attempt runs.
         """
         from clients.local.directory import require_unfinished
 
-        job = self.refresh()
-        if job.state not in TERMINAL:
-            raise WrongState(f"job {self.id} is {job.state}", hint="wait for its end, or cancel it")
+        newest = _newest_attempt(self._attempt)
+        job = _handle_of(newest)
+        state = "running in another process" if _has_successor(newest) else job.state
+        if state not in TERMINAL:
+            raise WrongState(f"job {job.id} is {state}", hint="wait for its end, or cancel it")
         require_unfinished(self._attempt.run, max_steps)
         return _start(self._attempt.run, max_steps)
 
@@ -174,6 +184,11 @@ class _Attempt:
                     _running.discard(self)
             return [*self._events]
 
+    def has_ended(self) -> bool:
+        """Return whether the process has exited."""
+        self.poll()
+        return self._has_ended
+
     def iterate(self, after_seq: int, timeout: float | None) -> Iterator[JobEvent]:
         """Yield the events after `after_seq` until the end of the attempt."""
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -190,6 +205,12 @@ class _Attempt:
                 name = self.run.path.name
                 raise TimedOut(f"job {name} did not end within {timeout:g} s", hint=hint)
             time.sleep(SECONDS_BETWEEN_POLLS)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise WrongState(
+            "a RunHandle cannot be pickled, because the run belongs to the process that started it",
+            hint="pass handle.directory, and read the run with record_of_run",
+        )
 
     def stop(self, *, now: bool = False) -> None:
         """Request a stop after a checkpoint, or kill. Repeated calls have no further effect."""
@@ -264,6 +285,19 @@ def _start(run: RunDirectory, max_steps: int | None = None) -> RunHandle:
 def _stop_all() -> None:
     for attempt in [*_running]:
         attempt.stop()
+
+
+def _newest_attempt(attempt: _Attempt) -> _Attempt:
+    """Return the running attempt of this process in the directory of `attempt`, or `attempt`."""
+    others = [other for other in [*_running] if other.run.path == attempt.run.path]
+    return next((other for other in others if not other.has_ended()), attempt)
+
+
+def _has_successor(attempt: _Attempt) -> bool:
+    """Return whether another process runs a later attempt in the directory of `attempt`."""
+    status = attempt.run.read_status()
+    is_later = status is not None and status.attempt > attempt.number
+    return is_later and attempt.run.is_held()
 
 
 def _handle_of(attempt: _Attempt) -> RunHandle:

@@ -245,6 +245,12 @@ class RunDirectory:
                 time.sleep(0.1)
             yield
 
+    def is_held(self) -> bool:
+        """Return whether a program holds the lock of `held` now."""
+        path = self.path / ".trainer.lock"
+        with path.open("a", encoding="utf-8") as lock:
+            return not _try_lock(lock, path)
+
     def write_control(self, control: Control) -> None:
         """Replace control.json atomically. The program reads it before every step."""
         replace_file(self.path / "control.json", json.dumps(asdict(control)) + "\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from clients.config.on_policy import OnPolicyJob
 from clients.jobs.job import JobState
 from clients.local import run as local_run
 from clients.local.run import RunHandle, run
+from clients.runs.directory import Control, RunDirectory, Status
 from protos.errors import InvalidInput, TimedOut, WrongState
 from tests.documents import blocks
 
@@ -94,6 +97,31 @@ def test_an_interrupt_cancels_with_a_checkpoint(monkeypatch: pytest.MonkeyPatch)
             job.wait()
     cancelled = job.refresh()
     assert (cancelled.state, cancelled.checkpoints) == (JobState.CANCELLED, (3,))
+
+
+def test_an_old_handle_acts_on_the_attempt_that_runs() -> None:
+    old = run(make_job("wait_at=3"))
+    wait_for_step(old, 3)
+    with pytest.raises(WrongState, match="a RunHandle cannot be pickled"):
+        pickle.dumps(old)
+    old.cancel()
+    old.wait()
+    shutil.rmtree(old.directory / "checkpoints")  # the next attempt reaches step 3, too
+    resumed = old.resume()
+    with pytest.raises(WrongState, match=r"is (PREPARING|RUNNING); wait for its end, or cancel"):
+        old.resume()
+    wait_for_step(resumed, 3)
+    assert old.cancel().attempt == 2
+    assert resumed.wait().state is JobState.CANCELLED
+    # An attempt of another process, such as of `distill run --resume`.
+    directory = RunDirectory(old.directory)
+    directory.write_status(Status(attempt=3, verdict="running"))
+    directory.write_control(Control())
+    with directory.held():
+        with pytest.raises(WrongState, match="is running in another process"):
+            old.resume()
+        old.cancel(now=True)
+    assert directory.read_control().stop == "now"
 
 
 @pytest.mark.slow
