@@ -174,6 +174,12 @@ def _suggest_key(path: KeyPath, model: type[BaseModel]) -> str:
             or f"; the keys of {'.'.join(table)} are {known_keys}"
         )
     keys = _all_keys(model)
+    if "." in name and (*table, *name.split(".")) in keys:
+        *outer_names, inner_name = name.split(".")
+        nested_table = f'{{"{inner_name}": ...}}'
+        for outer_name in outer_names[:0:-1]:
+            nested_table = f'{{"{outer_name}": {nested_table}}}'
+        return f'; write it as a nested table: "{outer_names[0]}": {nested_table}'
     if kinds := [repr(kind) for kind, job_class in KINDS.items() if path in _all_keys(job_class)]:
         return f"; only a job with method.type = {' or '.join(kinds)} has it"
     if (key := _KEYS_BY_FOREIGN_NAME.get(name)) in keys:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import secrets
 import tempfile
 import time
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from clients.config.file import JobFile, JobSource, load_job, load_jobs, localized
 from clients.config.kinds import AnyJob
+from clients.config.tables.common import Table
 from clients.jobs.artifacts import Checkpoint, checkpoint_step
 from clients.jobs.connection import ServerConnection
 from clients.jobs.display import JobDisplay, JobList
@@ -41,7 +42,7 @@ from clients.jobs.record import JobRecord, Notes, notes_in, points_of
 from clients.jobs.upload import Report, Uploader
 from protos import distill_pb2 as pb
 from protos.distill_pb2_grpc import DistillStub
-from protos.errors import NotFound, TimedOut
+from protos.errors import InvalidInput, NotFound, TimedOut
 from protos.rpc.channel import is_forked
 from protos.rpc.transport import MAX_PAGE_JOBS
 
@@ -201,6 +202,8 @@ class DistillClient:
         `after` and values such as `@NAME/store` may refer to earlier jobs of the list. A dict with
         a table `sweep` gives several jobs. Arguments and errors are those of `submit`.
         """
+        if isinstance(jobs, Mapping | Table | str) or not isinstance(jobs, Iterable):
+            raise InvalidInput("submit_all takes several jobs", hint="give a list of jobs")
         files = [file for job in jobs for file in load_jobs(job)]
         if len(files) == 1:  # older servers have no SubmitJobs
             submission_key = idempotency_key or None
@@ -268,7 +271,8 @@ class DistillClient:
     def get(self, job_id: str) -> JobHandle:
         """Return a job, including `config_json` and `checkpoints`."""
         return _handle_of(
-            self, self._connection.call(self._stub.GetJob, pb.GetJobRequest(job_id=job_id))
+            self,
+            self._connection.call(self._stub.GetJob, pb.GetJobRequest(job_id=_checked_id(job_id))),
         )
 
     def list(
@@ -291,7 +295,20 @@ class DistillClient:
         raises InvalidInput if the token has no owner. `labels`: only jobs with all of these labels.
         For the next page, pass the id of the last job as `before_id`.
         """
-        states = [state] if isinstance(state, JobState) else [*(state or ())]
+        states = [state] if isinstance(state, str) else [*(state or ())]
+        for name in states:
+            if name not in JobState.__members__:
+                raise InvalidInput(
+                    f"there is no state {str(name)!r}",
+                    field="state",
+                    hint=f"the states are {', '.join(JobState)}",
+                )
+        if labels is not None and not isinstance(labels, Mapping):
+            raise InvalidInput(
+                f"must be a dict of labels and values (got {labels!r})",
+                field="labels",
+                hint='write it as {"project": "math"}',
+            )
         state_numbers = [pb.JobState.Value(state) for state in states]
         jobs = JobList[JobHandle]()
         while len(jobs) < limit:
@@ -323,7 +340,7 @@ class DistillClient:
         Returns without waiting. Use `wait` to wait for the end. Repeated calls have no further
         effect.
         """
-        request = pb.CancelJobRequest(job_id=job_id, now=now)
+        request = pb.CancelJobRequest(job_id=_checked_id(job_id), now=now)
         return _handle_of(self, self._connection.call(self._stub.CancelJob, request))
 
     def resume(
@@ -335,7 +352,7 @@ class DistillClient:
         `max_steps` replaces the job's number of steps. Raises WrongState if the job has not ended.
         """
         request = pb.ResumeJobRequest(
-            job_id=job_id, max_steps=max_steps or 0, from_step=from_step or 0
+            job_id=_checked_id(job_id), max_steps=max_steps or 0, from_step=from_step or 0
         )
         # Do not retry: if only the reply was lost, the job has already resumed, and a second call
         # would fail.
@@ -347,12 +364,12 @@ class DistillClient:
         Raises WrongState if the job has not ended, is pinned, or needed by an unfinished job.
         """
         # Do not retry: if only the reply was lost, a second call would not find the job.
-        request = pb.RemoveJobRequest(job_id=job_id)
+        request = pb.RemoveJobRequest(job_id=_checked_id(job_id))
         return _handle_of(self, self._connection.call(self._stub.RemoveJob, request, retry=False))
 
     def pin(self, job_id: str, *, pinned: bool = True) -> JobHandle:
         """Protect a job from removal; with `pinned=False`, end the protection."""
-        request = pb.PinJobRequest(job_id=job_id, pinned=pinned)
+        request = pb.PinJobRequest(job_id=_checked_id(job_id), pinned=pinned)
         return _handle_of(self, self._connection.call(self._stub.PinJob, request))
 
     def teachers(self) -> Sequence[StartedTeacher]:
@@ -444,7 +461,7 @@ class DistillClient:
             job = self.get(job_id)
             job_id = job.id
             checkpoint = checkpoint_step(job, checkpoint, lambda: points_of(self.history(job_id)))
-        request = pb.GetArtifactRequest(job_id=job_id, checkpoint_step=checkpoint or 0)
+        request = pb.GetArtifactRequest(job_id=_checked_id(job_id), checkpoint_step=checkpoint or 0)
         return self._download(request, Path(destination))
 
     def pull_notes(self, job_id: str, destination: Path | str) -> Path:
@@ -452,7 +469,9 @@ class DistillClient:
 
         Raises NotFound if neither exists yet, and the errors of `pull`.
         """
-        return self._download(pb.GetArtifactRequest(job_id=job_id, notes=True), Path(destination))
+        return self._download(
+            pb.GetArtifactRequest(job_id=_checked_id(job_id), notes=True), Path(destination)
+        )
 
     def _download(self, request: pb.GetArtifactRequest, destination: Path) -> Path:
         with Download(destination) as download:
@@ -483,6 +502,18 @@ class DistillClient:
         for event in self._connection.lasting(open_stream, deadline):
             request.after_seq = event.seq
             yield event_of(event)
+
+
+def _checked_id(job_id: str) -> str:
+    """Return the id. Raises InvalidInput for another value, such as a handle."""
+    if not isinstance(job_id, str):
+        hint = "give job.id" if isinstance(job_id, JobHandle) else "give the id as a string"
+        raise InvalidInput(
+            f"must be the id of a job (got a value of the class {type(job_id).__name__})",
+            field="job_id",
+            hint=hint,
+        )
+    return job_id
 
 
 def _submit_request(

@@ -114,6 +114,19 @@ def test_a_class_gives_the_job_of_a_dict(tmp_path: Path) -> None:
         load_job(nested)
 
 
+def test_dotted_keys_of_a_dict() -> None:
+    wrong = {**tomllib.loads(HEAD), "train.learning_rate": 1e-5, "student.lora.rank": 8}
+    with pytest.raises(InvalidInput) as caught:
+        load_job(wrong)
+    assert str(caught.value) == (
+        "2 problems\n"
+        "  train.learning_rate: unknown key; write it as a nested table:"
+        ' "train": {"learning_rate": ...}\n'
+        "  student.lora.rank: unknown key; write it as a nested table:"
+        ' "student": {"lora": {"rank": ...}}'
+    )
+
+
 def test_a_table_alone_names_the_keys_of_a_job() -> None:
     for make, message in (
         (lambda: StudentConfig(), "student.model: missing; "),  # type: ignore[call-arg]

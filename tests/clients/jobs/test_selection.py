@@ -50,5 +50,7 @@ def test_states_and_ages_that_an_older_server_does_not_know(client: DistillClien
     """It lists jobs in any state and of any age."""
     assert not jobs_in(client, {JobState.FAILED, JobState.CANCELLED})
     assert jobs_in(client, {JobState.FAILED, JobState.RUNNING})
+    state: Any = "RUNNING"  # in a program without types
+    assert [job.state for job in client.list(state=state)] == [JobState.RUNNING]
     with pytest.raises(WrongState, match="cannot choose jobs by their age"):
         jobs_in(client, {JobState.RUNNING}, older_than_seconds=60)
