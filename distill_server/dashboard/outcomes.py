@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import lru_cache
@@ -16,6 +17,7 @@ from clients.jobs.results import (
     progress_metric,
     result_of,
 )
+from clients.runs.best_step import sign_of
 from distill_server.dashboard.job_details import read_summary
 from distill_server.jobs.store import JobStore
 
@@ -90,10 +92,9 @@ def results_table(store: JobStore, jobs: Sequence[Job]) -> dict[str, Any]:
     points = [points_of(store.evaluations(job.id)) for job in jobs]
     metric = judging_metric(points)
     results = [result_of(job, of_job, metric) for job, of_job in zip(jobs, points, strict=True)]
-    ordered = []
-    while (best := best_result(results, metric)) is not None:
-        results.remove(best)
-        ordered.append(best)
+    best = best_result(results, metric)
+    sign = sign_of(metric)
+    results.sort(key=lambda result: -sign * result.best.value if result.best else math.inf)
     rows = [
         {
             "id": result.job.id,
@@ -104,8 +105,8 @@ def results_table(store: JobStore, jobs: Sequence[Job]) -> dict[str, Any]:
             "labels": result.job.labels,
             "last": result.last and asdict(result.last),
             "best": result.best and asdict(result.best),
-            "is_best": bool(ordered) and result.equals(ordered[0]),
+            "is_best": best is not None and result.equals(best),
         }
-        for result in [*ordered, *results]
+        for result in results
     ]
     return {"metric": metric, "labels": differing_labels(jobs), "rows": rows}
