@@ -1,1 +1,3 @@
 """The job file: tables, one module per method, and a reader that reports all problems at once."""
+
+import clients.config.problems  # noqa: F401  # gives the constructors of tables their messages

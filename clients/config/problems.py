@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from clients.config.kinds import KINDS
 from clients.config.lines import KeyPath
 from clients.config.on_policy import OnPolicyJob
+from clients.config.tables.common import Table
 from clients.data.object_urls import redact_place
 from protos.errors import InvalidInput
 
@@ -85,6 +86,9 @@ def refusal_of(error: ValidationError, table: type[BaseModel]) -> InvalidInput:
     """Return the error with all problems of a job or table, without a file and lines."""
     problems = [f"{'.'.join(path)}: {message}" for path, message in problems_of(error, table)]
     return InvalidInput(render_problems("", problems))
+
+
+Table.explain_error = staticmethod(refusal_of)
 
 
 def render_problems(name: str, problems: Sequence[str]) -> str:

@@ -5,10 +5,9 @@ The string under each field is its description in docs/reference.md and `distill
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import date, time
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
@@ -106,6 +105,9 @@ class Table(BaseModel):
         allow_inf_nan=False,
     )
 
+    # Set by clients.config.problems, which knows the places of all tables in a job.
+    explain_error: ClassVar[Callable[[ValidationError, type[BaseModel]], InvalidInput]]
+
     if not TYPE_CHECKING:  # a type checker derives the arguments from the keys
 
         def __init__(self, /, **values: Any) -> None:
@@ -114,9 +116,7 @@ class Table(BaseModel):
             try:
                 validator.validate_json(document, strict=True, self_instance=self)
             except ValidationError as error:
-                # By name, because the module imports all subclasses of Table.
-                problems = importlib.import_module("clients.config.problems")
-                raise problems.refusal_of(error, type(self)) from None
+                raise self.explain_error(error, type(self)) from None
 
         # Only direct calls use this constructor, not the validation of an outer table.
         __init__.__pydantic_base_init__ = True
