@@ -33,7 +33,7 @@ from student_trainer.data.prompts import (
     no_items_error,
     require_tokens,
 )
-from student_trainer.data.record_table import Encoder, OmissionCounter, is_far_too_long
+from student_trainer.data.record_table import Encoder, OmissionCounter, tokens_by_length
 from student_trainer.data.records import PromptRecord, RecordReader
 from student_trainer.data.sequence import MaskedSequence, TokenSequence
 
@@ -141,8 +141,8 @@ class _ExampleEncoder:
 
         Raises InvalidInput, naming `field`, if the prompt has no tokens.
         """
-        if is_far_too_long(record.conversation, self._max_tokens):
-            self._too_long.add(record.conversation.characters)
+        if least_tokens := tokens_by_length(record.conversation, self._max_tokens):
+            self._too_long.add(least_tokens)
             return None
         ids, mask = self._encode_tokens(record)
         learned = np.flatnonzero(mask)

@@ -35,7 +35,7 @@ from student_trainer.data.record_table import (
     Encoder,
     OmissionCounter,
     RecordTable,
-    is_far_too_long,
+    tokens_by_length,
 )
 from student_trainer.data.records import PromptRecord, RecordReader
 
@@ -163,8 +163,8 @@ class _PromptEncoder:
         Raises InvalidInput, naming `field`, if the prompt has no tokens.
         """
         conversation = record.conversation.unanswered()
-        if is_far_too_long(conversation, self._max_tokens):
-            self._too_long.add(conversation.characters)
+        if least_tokens := tokens_by_length(conversation, self._max_tokens):
+            self._too_long.add(least_tokens)
             return None
         self._parts.check(conversation, record.where)
         ids = self._prompt_format.ids(self._tokenizer, conversation, record.where)

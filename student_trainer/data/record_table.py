@@ -28,19 +28,22 @@ Encoded = TypeVar("Encoded", covariant=True)
 
 _MAX_ITEMS = 1024  # encoded items that are kept, so that a repeated step is not encoded again
 _SECONDS_BETWEEN_REPORTS = 10.0
-# Texts above both limits are left out without being tokenized. No tokenizer has longer tokens,
-# except of whitespace.
-_MIN_CHARACTERS, _CHARACTERS_PER_TOKEN = 1 << 20, 256
+# Texts above both limits are left out without being tokenized. Longer tokens are of whitespace or
+# of one repeated character.
+_MIN_CHARACTERS, _CHARACTERS_PER_TOKEN = 1 << 20, 64
 # Keys of the table `data` that change no item.
 _IRRELEVANT = {"path", "name", "split", "mix", "eval_path", "max_left_out"}
 
 
-def is_far_too_long(conversation: Conversation, max_tokens: int) -> bool:
-    """Return whether a conversation exceeds `max_tokens` by its number of characters alone.
+def tokens_by_length(conversation: Conversation, max_tokens: int) -> int:
+    """Return a lower bound of the tokens of a conversation that its characters alone show to exceed
+    `max_tokens`, otherwise 0.
 
     The tokenizer needs some 400 bytes a character, so it must not read a record of many megabytes.
     """
-    return conversation.characters > max(_MIN_CHARACTERS, _CHARACTERS_PER_TOKEN * max_tokens)
+    characters = conversation.characters
+    is_too_long = characters > max(_MIN_CHARACTERS, _CHARACTERS_PER_TOKEN * max_tokens)
+    return characters // _CHARACTERS_PER_TOKEN if is_too_long else 0
 
 
 class OmissionCounter:
