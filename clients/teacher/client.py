@@ -165,6 +165,10 @@ class TeacherClient:
         """Whether `close` was called."""
         return self._window.closed
 
+    def answers(self) -> bool:
+        """Return whether a teacher answers a health check. Blocks for at most 5 s."""
+        return self._any_alive(CONNECT_SECONDS)
+
     def fail_silent(self, duration: str) -> None:
         """Fail all unfinished requests with Unavailable: the teacher has not answered `duration`.
 

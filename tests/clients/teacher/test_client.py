@@ -21,6 +21,7 @@ from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos import teacher_pb2_grpc
 from protos.errors import Corrupt, InternalFault, InvalidInput, Unavailable, WrongState
 from protos.rows.codec import RowBlock
+from student_trainer.teachers import stop_watch
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from tests.teacher_service.conftest import StartTeacher
 
@@ -251,6 +252,22 @@ def test_a_slow_teacher_is_waited_for_but_not_for_ever(
         fault = answer.exception(WAIT)
         assert isinstance(fault, Unavailable)
         assert "has not answered for 1 s" in fault.message
+
+
+def test_a_stop_request_ends_the_wait_for_a_teacher_that_is_away_only(
+    start_teacher: StartTeacher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A teacher that computes one large batch answers health checks, and gives its rows."""
+    monkeypatch.setattr(stop_watch, "STOP_SECONDS", 0.5)
+    teacher = start_teacher(*fake_engine_options(latency_ms=4000))
+    with TeacherClient(teacher.address, patience_seconds=600) as client:
+        stop_watch.end_requests_after_stop(client, lambda: True)
+        assert_undisturbed(make_queries(1), [client.submit(make_queries(1)[0])])
+        answer = client.submit(make_queries(1)[0])
+        teacher.kill()
+        fault = answer.exception(WAIT)
+    assert isinstance(fault, Unavailable)
+    assert "has not answered for 0.5 s, and the job was asked to stop" in fault.message
 
 
 def test_a_queue_that_moves_is_waited_for(
