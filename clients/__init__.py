@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     from clients.jobs.aio import AsyncDistillClient
     from clients.jobs.artifacts import pull_run
     from clients.jobs.client import DistillClient, JobHandle
-    from clients.jobs.display import AnswerSamples, JobList, MetricCurve, compare
+    from clients.jobs.display.job_display import AnswerSamples, JobList, MetricCurve, compare
+    from clients.jobs.display.tables import Comparison
     from clients.jobs.job import Job, JobEvent, JobState
     from clients.jobs.record import JobRecord, points_of, record_of_run
-    from clients.jobs.tables import Comparison
     from clients.local.preview import preview
     from clients.local.run import RunHandle, run
     from clients.runs.directory import RunDirectory
@@ -89,10 +89,10 @@ _NAMES = {
     "clients.jobs.aio": "AsyncDistillClient",
     "clients.jobs.artifacts": "pull_run",
     "clients.jobs.client": "DistillClient JobHandle",
-    "clients.jobs.display": "AnswerSamples JobList MetricCurve compare",
+    "clients.jobs.display.job_display": "AnswerSamples JobList MetricCurve compare",
     "clients.jobs.job": "Job JobEvent JobState",
     "clients.jobs.record": "JobRecord points_of record_of_run",
-    "clients.jobs.tables": "Comparison",
+    "clients.jobs.display.tables": "Comparison",
     "clients.local.preview": "preview",
     "clients.local.run": "RunHandle run",
     "clients.runs.directory": "RunDirectory",

@@ -43,7 +43,7 @@ class Output:
         if self.as_json:
             print(json.dumps({name: list(rows)}))
             return
-        from clients.jobs.tables import table_lines
+        from clients.jobs.display.tables import table_lines
 
         is_terminal = sys.stdout.isatty()
         columns_shown = shutil.get_terminal_size().columns if is_terminal else sys.maxsize

@@ -27,7 +27,7 @@ from clients.config.kinds import AnyJob
 from clients.config.tables.common import Table
 from clients.jobs.artifacts import Checkpoint, checkpoint_step
 from clients.jobs.connection import ServerConnection
-from clients.jobs.display import JobDisplay, JobList
+from clients.jobs.display.job_display import JobDisplay, JobList
 from clients.jobs.download import Download
 from clients.jobs.job import TERMINAL, UNKNOWN, JobEvent, JobState, StartedTeacher
 from clients.jobs.messages import (

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from clients.jobs.job import Job
+from clients.jobs.view import size
 from clients.runs.best_step import JUDGES, sign_of, unproven_gain
 from clients.runs.metrics_file import Point
 from protos.errors import InvalidInput
@@ -136,3 +137,12 @@ def differing_labels(jobs: Sequence[Job]) -> Sequence[str]:
     """Return the names of labels that the jobs do not all have with the same value."""
     names = sorted({name for job in jobs for name in job.labels})
     return [name for name in names if len({job.labels.get(name) for job in jobs}) > 1]
+
+
+def newest_result(job: Job) -> str:
+    """Return the metric that tells how far a job of its method has come, with its label, or "-"."""
+    if (progress := progress_metric(job.kind, job.metrics)) is None:
+        return "-"
+    metric, label = progress
+    value = job.metrics[metric]
+    return f"{size(value) if metric == 'bytes' else f'{value:.4g}'} {label}"

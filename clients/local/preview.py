@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from clients.config.file import JobSource, load_job
 from clients.data.preview import parse_preview
-from clients.data.preview_html import ShownPreview
+from clients.jobs.plots.preview_html import PreviewDisplay
 from clients.local.program import parse_reply, run_program
 from clients.preflight.files import check_files, check_template
 from clients.preflight.models import check_models
@@ -12,7 +12,7 @@ from protos.errors import ExitCode, InvalidInput
 from protos.extras import require_extra
 
 
-def preview(job: JobSource, *, records: int = 5, quiet: bool = False) -> ShownPreview:
+def preview(job: JobSource, *, records: int = 5, quiet: bool = False) -> PreviewDisplay:
     """Return what a job learns, token by token, without training, teacher or GPU.
 
     `job`: as for `DistillClient.submit`. `records`: number of records to show; a program reads them
@@ -33,4 +33,4 @@ def preview(job: JobSource, *, records: int = 5, quiet: bool = False) -> ShownPr
     reply = run_program(command, config.model_dump_json(), quiet=quiet)
     if reply[0] == ExitCode.INTERRUPTED:
         raise KeyboardInterrupt
-    return ShownPreview.of(parse_preview(parse_reply(reply, "the preview")))
+    return PreviewDisplay.of(parse_preview(parse_reply(reply, "the preview")))

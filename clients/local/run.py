@@ -19,7 +19,7 @@ from typing import Any
 
 from clients.config.file import JobSource, load_job
 from clients.jobs.artifacts import Checkpoint, pull_record
-from clients.jobs.display import JobDisplay
+from clients.jobs.display.job_display import JobDisplay
 from clients.jobs.job import TERMINAL, Job, JobEvent, JobState
 from clients.jobs.record import JobRecord, record_of_run
 from clients.local.follower import SECONDS_BETWEEN_POLLS, RunFollower
@@ -28,7 +28,7 @@ from protos.errors import ExitCode, NotFound, TimedOut, WrongState
 from protos.operating_system import require_linux
 
 _LOG = "run.log"
-_running: set[_Attempt] = set()
+_live_attempts: set[_Attempt] = set()
 
 
 def run(job: JobSource, *, runs: Path | str = "runs", directory: Path | str = "") -> RunHandle:
@@ -181,7 +181,7 @@ class _Attempt:
                 if self._has_ended and not self._follower.over:
                     self._events.append(self._follower.trainer_died(*self._final_reason()))
                 if self._has_ended:
-                    _running.discard(self)
+                    _live_attempts.discard(self)
             return [*self._events]
 
     def has_ended(self) -> bool:
@@ -277,19 +277,19 @@ def _start(run: RunDirectory, max_steps: int | None = None) -> RunHandle:
             start_new_session=True,
         )
     started = _Attempt(run, attempt, process, max_steps or run.config().max_steps)
-    _running.add(started)
+    _live_attempts.add(started)
     return _handle_of(started)
 
 
 @atexit.register
 def _stop_all() -> None:
-    for attempt in [*_running]:
+    for attempt in [*_live_attempts]:
         attempt.stop()
 
 
 def _newest_attempt(attempt: _Attempt) -> _Attempt:
     """Return the running attempt of this process in the directory of `attempt`, or `attempt`."""
-    others = [other for other in [*_running] if other.run.path == attempt.run.path]
+    others = [other for other in [*_live_attempts] if other.run.path == attempt.run.path]
     return next((other for other in others if not other.has_ended()), attempt)
 
 

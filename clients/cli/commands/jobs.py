@@ -51,7 +51,7 @@ def ls(
     labels: LabelOption = None,
 ) -> None:
     """List jobs, newest first."""
-    from clients.jobs.tables import list_columns, list_row
+    from clients.jobs.display.tables import list_columns, list_row
 
     settings = settings_of(context)
     wanted_labels = parse_labels(labels)
@@ -91,7 +91,7 @@ def table(
 
     An asterisk marks the best of all results.
     """
-    from clients.jobs.tables import compare_records
+    from clients.jobs.display.tables import compare_records
 
     settings = settings_of(context)
     choice = Choice(jobs, every, state, older_than, own_only, labels)

@@ -52,7 +52,7 @@ def preview(
     and no GPU is needed.
     """
     from clients.config.file import load_job
-    from clients.data.preview_html import preview_page
+    from clients.jobs.plots.preview_html import preview_page
     from clients.local.preview import preview as preview_of
 
     output = settings_of(context).output

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from clients.cli.output import Output
+from clients.jobs.display.lines import PlainLines, line_of
 from clients.jobs.job import JobEvent, JobState
-from clients.jobs.lines import PlainLines, line_of
 from clients.jobs.view import JobView, describe_state, evaluation, sparkline
 from protos.errors import ExitCode
 

@@ -16,8 +16,7 @@ from clients.jobs.job import TERMINAL, Job
 from clients.jobs.plots.panels import panels_of
 from clients.jobs.plots.svg import panel_svg, sparkline_svg
 from clients.jobs.record import JobRecord
-from clients.jobs.results import verdict_of
-from clients.jobs.tables import newest_result
+from clients.jobs.results import newest_result, verdict_of
 
 _FEW_SAMPLES = 3
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
-from clients.data.preview_html import render_preview
 from clients.html.page import html_page
 from clients.jobs.plots.notebook import samples_markup, values_markup
 from clients.jobs.plots.panels import panels_of
+from clients.jobs.plots.preview_html import render_preview
 from clients.jobs.plots.stages import bars_of, stages_of
 from clients.jobs.plots.svg import bars_svg, panel_svg
 from clients.jobs.record import JobRecord

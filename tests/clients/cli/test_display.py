@@ -108,7 +108,7 @@ def test_one_line_in_ten_seconds(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock_seconds = 0.0
-    monkeypatch.setattr("clients.jobs.lines.time.monotonic", lambda: clock_seconds)
+    monkeypatch.setattr("clients.jobs.display.lines.time.monotonic", lambda: clock_seconds)
     job = JobView("job")
     lines = PlainLines(job, Output().say)
     for number in range(1, 41):

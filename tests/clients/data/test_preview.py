@@ -16,9 +16,9 @@ from clients.data.preview import (
     parse_preview,
     visible,
 )
-from clients.data.preview_html import preview_page
 from clients.data.prompt_format import PromptFormat, date_warning
 from clients.data.tokens.answers import answered_ids, assistant_ids
+from clients.jobs.plots.preview_html import preview_page
 from protos.errors import InvalidInput
 from tests.clients.data.test_prompt_format import CHARACTERS, MARKED
 from tests.student_trainer import tiny

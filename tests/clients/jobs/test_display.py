@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from clients.config.on_policy import OnPolicyJob
-from clients.data.preview_html import ShownPreview
-from clients.jobs.display import AnswerSamples, JobDisplay, JobList
+from clients.jobs.display.job_display import AnswerSamples, JobDisplay, JobList
 from clients.jobs.job import JobEvent, JobState
+from clients.jobs.plots.preview_html import PreviewDisplay
 from clients.jobs.record import JobRecord, Notes
 from clients.runs.metrics_file import Point
 from protos.errors import InvalidInput, NotFound, Unavailable
@@ -182,7 +182,7 @@ def test_samples_and_previews_are_escaped() -> None:
         make_job(metrics={}).samples()
     with pytest.raises(NotFound, match="has no preview"):
         make_job().preview()
-    preview = ShownPreview("sft", (EVIL,), ((EVIL, EVIL),), ())
+    preview = PreviewDisplay("sft", (EVIL,), ((EVIL, EVIL),), ())
     assert repr(preview) == f"<Preview of sft: 0 records; {EVIL}>"
     assert read_html(preview).text.count(EVIL) == 3
 
@@ -206,7 +206,7 @@ def test_the_view_of_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
         drawings.append(content.data)
         return Output()
 
-    monkeypatch.setattr("clients.jobs.live._in_notebook", lambda: True)
+    monkeypatch.setattr("clients.jobs.display.live._in_notebook", lambda: True)
     monkeypatch.setattr(display, "display", draw)
     make_job().show()
     last = Reader(drawings[-1])

@@ -32,7 +32,7 @@ def _scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     monkeypatch.setattr(local_run, "run_command", command)
     monkeypatch.chdir(tmp_path)
     yield
-    assert not local_run._running, "a process is left"
+    assert not local_run._live_attempts, "a process is left"
 
 
 def make_job(name: str, max_steps: int = 10) -> OnPolicyJob:

@@ -16,11 +16,11 @@ from clients.jobs.results import (
     best_result,
     differing_labels,
     judging_metric,
-    progress_metric,
+    newest_result,
     require_metric,
     result_of,
 )
-from clients.jobs.view import duration, size
+from clients.jobs.view import duration
 from protos.program.logs import plain
 
 # The column of the metric that tells how far a job of its method has come.
@@ -132,15 +132,6 @@ def table_markup(columns: Sequence[str], rows: Iterable[Row]) -> str:
         for row in rows
     )
     return f'<table class="columns"><tr>{header}</tr>{body}</table>'
-
-
-def newest_result(job: Job) -> str:
-    """Return the metric that tells how far a job of its method has come, with its label, or "-"."""
-    if (progress := progress_metric(job.kind, job.metrics)) is None:
-        return "-"
-    metric, label = progress
-    value = job.metrics[metric]
-    return f"{size(value) if metric == 'bytes' else f'{value:.4g}'} {label}"
 
 
 def _format_steps(job: Job) -> str:

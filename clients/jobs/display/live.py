@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from clients.html.page import notebook_html
+from clients.jobs.display.lines import PlainLines
 from clients.jobs.job import Job, JobEvent
-from clients.jobs.lines import PlainLines
 from clients.jobs.plots.notebook import live_markup
 from clients.jobs.record import JobRecord, Notes, points_of
 from clients.jobs.view import JobView, evaluation

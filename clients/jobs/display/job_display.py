@@ -11,22 +11,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from clients.data.preview_html import ShownPreview
 from clients.html.page import notebook_html
-from clients.jobs.job import Job, JobEvent
-from clients.jobs.live import show_job
-from clients.jobs.plots.notebook import job_markup, samples_markup
-from clients.jobs.record import JobRecord
-from clients.jobs.results import require_metric
-from clients.jobs.tables import (
+from clients.jobs.display.live import show_job
+from clients.jobs.display.tables import (
     Comparison,
     compare_records,
     list_columns,
     list_row,
-    newest_result,
     table_lines,
     table_markup,
 )
+from clients.jobs.job import Job, JobEvent
+from clients.jobs.plots.notebook import job_markup, samples_markup
+from clients.jobs.plots.preview_html import PreviewDisplay
+from clients.jobs.record import JobRecord
+from clients.jobs.results import newest_result, require_metric
 from clients.jobs.view import describe_state
 from protos.errors import DistillError, InvalidInput, NotFound
 
@@ -114,13 +113,13 @@ class JobDisplay(Job):
             raise NotFound(f"job {self.id} has no samples", hint=hint)
         return AnswerSamples(notes.samples_step, notes.samples)
 
-    def preview(self) -> ShownPreview:
+    def preview(self) -> PreviewDisplay:
         """Return what the job learns, token by token. Raises NotFound before its training."""
         preview = self.record(with_notes=True).notes.preview
         if preview is None:
             hint = "wait for the first step, or use clients.preview(job)"
             raise NotFound(f"job {self.id} has no preview", hint=hint)
-        return ShownPreview.of(preview)
+        return PreviewDisplay.of(preview)
 
     def __repr__(self) -> str:
         parts = [self.id, repr(self.name), self.kind, describe_state(self.state, self.phase)]

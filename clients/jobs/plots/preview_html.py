@@ -18,11 +18,11 @@ _LEGEND = (
 
 
 @dataclass(frozen=True, repr=False)
-class ShownPreview(Preview):
+class PreviewDisplay(Preview):
     """A preview with a short repr, and HTML for a notebook."""
 
     @classmethod
-    def of(cls, preview: Preview) -> ShownPreview:
+    def of(cls, preview: Preview) -> PreviewDisplay:
         """Return the preview in this class."""
         return cls(preview.method, preview.warnings, preview.facts, preview.records)
 

@@ -1,0 +1,1 @@
+"""How jobs show themselves: as text, as HTML of a notebook, as tables, and live."""
