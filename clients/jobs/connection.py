@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from math import inf
 from typing import Any, TypeVar
 
@@ -33,14 +33,14 @@ class ServerConnection:
     def __init__(self, address: str, *, timeout: float, patience_seconds: float) -> None:
         self.name = f"distill server {address}"
         self.channel = open_channel(address, token=SERVER_TOKEN)
-        self._streams: set[Any] = set()
+        self._streams: set[grpc.Call] = set()
         self._is_cancelled = False
         self._is_closed = False
         self._timeout = timeout
         self._patience = patience_seconds
 
     def cancel(self) -> None:
-        """End all streams; other threads that read them get an error. Later streams end too."""
+        """End all streams, also those that other threads read. Later calls raise WrongState."""
         self._is_cancelled = True
         for stream in [*self._streams]:
             stream.cancel()
@@ -52,13 +52,27 @@ class ServerConnection:
         self.channel.close()
 
     def require_usable(self) -> None:
-        """Raise WrongState if the connection is closed, or if it is of the process's parent."""
+        """Raise WrongState if the connection is closed or cancelled, or of the process's parent."""
         require_unforked()
         if self._is_closed:
             raise WrongState(
                 f"the client of the {self.name} is closed",
                 hint="make a new client, and get the job from it",
             )
+        if self._is_cancelled:
+            raise WrongState("the call was cancelled")
+
+    @contextmanager
+    def stream(self, call: grpc.Call) -> Iterator[None]:
+        """Let `cancel` end the stream during the block. The stream ends with the block."""
+        self._streams.add(call)
+        try:
+            if self._is_cancelled:
+                call.cancel()
+            yield
+        finally:
+            call.cancel()
+            self._streams.discard(call)
 
     def call(
         self,
@@ -121,14 +135,12 @@ class ServerConnection:
             self.require_usable()
             # Any: grpc's types do not say that a response iterator is also a grpc.Call.
             call: Any = open_stream()
-            self._streams.add(call)
             try:
-                if self._is_cancelled:
-                    call.cancel()
-                if STREAM_OPEN in call.initial_metadata():
-                    away_since, failures = None, 0
-                yield from call
-                return
+                with self.stream(call):
+                    if STREAM_OPEN in call.initial_metadata():
+                        away_since, failures = None, 0
+                    yield from call
+                    return
             except grpc.RpcError as error:
                 away_since = away_since or time.monotonic()
                 fault = fault_of(error, self.name)
@@ -136,9 +148,6 @@ class ServerConnection:
                 is_final = self._is_cancelled or not isinstance(fault, Unavailable)
                 if out_of_patience or is_final:
                     raise fault from error
-            finally:
-                call.cancel()
-                self._streams.discard(call)
             failures += 1
             time.sleep(backoff(failures, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS))
             self._wait_for_server(min(deadline or inf, away_since + self._patience))

@@ -152,11 +152,13 @@ class Uploader:
 
         call = self._stub.SendFiles.future(parts())
         try:
-            call.result()
+            with self._connection.stream(call):
+                call.result()
+        except grpc.FutureCancelledError:
+            self._connection.require_usable()
+            raise
         except grpc.RpcError as error:
             raise upload.fault or fault_of(error, self._connection.name) from error
-        finally:
-            call.cancel()
         if upload.fault is not None:
             raise upload.fault
 

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import pickle
+import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -16,6 +17,7 @@ import pytest
 
 from clients import AsyncDistillClient, DistillClient, JobHandle, JobState, load_job, sweep_job
 from clients.jobs.job import TERMINAL
+from clients.jobs.upload import UploadProgress
 from protos.errors import InvalidInput, NotFound
 from tests.distill_server.conftest import Server, job_config
 from tests.documents import blocks
@@ -90,6 +92,40 @@ def test_copies_connect_again(
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         assert pool.submit(job.refresh).result(60).state is JobState.SUCCEEDED
         assert pool.submit(client.get, job.id).result(60).id == job.id
+
+
+def test_a_cancelled_submission_queues_nothing(
+    server: Server, client: DistillClient, tmp_path: Path
+) -> None:
+    """Cancelled during the upload, whose thread then ends."""
+    local = tmp_path / "train.jsonl"
+    line = json.dumps({"prompt": "a" * 1000, "answer": "b"}) + "\n"
+    local.write_text(line * 4000)
+    has_begun, is_cancelled = threading.Event(), threading.Event()
+    progress: list[UploadProgress] = []
+
+    def report(upload: UploadProgress) -> None:
+        progress.append(upload)
+        if not upload.begins:
+            has_begun.set()
+            is_cancelled.wait()
+
+    async def cancel_submission() -> None:
+        async with AsyncDistillClient(server.address) as remote:
+            tables = make_tables(data={"path": str(local)})
+            submission = asyncio.ensure_future(remote.submit(tables, upload=True, report=report))
+            await asyncio.to_thread(has_begun.wait)
+            submission.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await submission
+        is_cancelled.set()
+
+    asyncio.run(cancel_submission())
+    for thread in threading.enumerate():
+        if thread.name.startswith("distill-client"):
+            thread.join()
+    assert client.list() == []
+    assert progress[-1].sent_bytes < progress[-1].size
 
 
 def test_the_client_of_an_event_loop(make_server: Callable[..., Server]) -> None:
