@@ -157,6 +157,8 @@ class ListOrder:
         """Return the terms of an SQL ORDER BY on rows of `jobs`; `:now` is the time in seconds."""
         value = _ORDERS[self.key]
         direction = "DESC" if self.reverse else "ASC"
+        if self.key == "submitted":  # the order of the rows, so SQLite does not sort
+            return f"{value} {direction}"
         return f"{value} IS NULL, {value} {direction}, number DESC"
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from clients.jobs.job import JobState
 from distill_server.jobs.database import open_database
-from distill_server.jobs.rows import JobFilter
+from distill_server.jobs.rows import JobFilter, ListOrder
 from distill_server.jobs.store import Attempt, Change, JobStore
 from protos.errors import Corrupt, InvalidInput, NotFound, Unavailable, WrongState
 from tests.distill_server.conftest import job_config
@@ -132,6 +132,22 @@ def test_pages_cover_everything_once(store: JobStore) -> None:
     assert listed_ids == ids[::-1]
     cancelled_only = JobFilter(states=[JobState.CANCELLED])
     assert [job.id for job in store.page(limit=9, job_filter=cancelled_only)] == ["job-3"]
+
+
+def test_the_newest_jobs_are_read_without_sorting_all(tmp_path: Path) -> None:
+    statements: list[str] = []
+    with open_database(tmp_path / "server.sqlite") as connection:
+        connection.set_trace_callback(statements.append)
+        store = JobStore(connection, on_change=lambda job_id: None)
+        for order in (ListOrder(), ListOrder(reverse=False), ListOrder("name")):
+            store.page(limit=3, order=order)
+        connection.set_trace_callback(None)
+        plans = [
+            " ".join(row["detail"] for row in connection.execute(f"EXPLAIN QUERY PLAN {statement}"))
+            for statement in statements
+            if "ORDER BY" in statement
+        ]
+    assert ["TEMP B-TREE" in plan for plan in plans] == [False, False, True], plans
 
 
 def test_queue_order(store: JobStore) -> None:
