@@ -1,4 +1,6 @@
-"""The command line of `distill-server`: its options, and what they start."""
+"""The command line of `distill-server`: reads the options, and starts the server, a backup or an
+import.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,7 @@ def serve(
 
 @contextmanager
 def _report_errors() -> Iterator[None]:
-    """Print an error of the block as one line, and exit with 2."""
+    """Print a DistillError of the block as one line, and exit with code 2."""
     try:
         yield
     except (DistillError, OSError) as error:

@@ -10,7 +10,7 @@ import typer
 
 
 class OnStop(StrEnum):
-    """What becomes of the trainers when the server ends at SIGTERM or SIGINT."""
+    """What happens to the trainers when the server stops at SIGTERM or SIGINT."""
 
     LEAVE = "leave"
     CHECKPOINT = "checkpoint"
@@ -78,7 +78,7 @@ OnStopOption = Annotated[
     OnStop,
     typer.Option(
         "--on-stop",
-        help="What becomes of running jobs at SIGTERM. leave: they continue, and the next server"
+        help="What happens to running jobs at SIGTERM. leave: they continue, and the next server"
         " follows them. checkpoint: they write a checkpoint and end, and the next server continues"
         " them; for a server whose container ends with it.",
     ),

@@ -185,8 +185,9 @@ class Scheduler:
     async def _call_files(self, job: Job, call: Callable[[], _T]) -> _T:
         """Return the result of a call that reads or writes the run directory of a job.
 
-        After a few seconds without a result, the job's phase is set to say so. The call is never
-        repeated before it has returned, so that a job blocks at most one thread.
+        After a few seconds without a result, the job's phase says that the directory does not
+        answer. The call is never repeated before it has returned, so that a job blocks at most one
+        thread.
         """
         future = self._files.start(call)
         await asyncio.wait({future}, timeout=self._files.answer_seconds)

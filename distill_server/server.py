@@ -1,4 +1,4 @@
-"""Builds and runs a server from its parts; `__main__` parses the command line."""
+"""Builds and runs a server from its parts; `command.py` parses the command line."""
 
 from __future__ import annotations
 

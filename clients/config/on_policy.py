@@ -88,7 +88,7 @@ class OnPolicyConfig(FittedTable):
 
     @property
     def student_head(self) -> bool:
-        """Whether the head contains the student's ids, which the trainer sends to the teacher."""
+        """Whether the student chooses the head ids, which the trainer then sends to the teacher."""
         return self.divergence == "reverse_kl" and self.head == "student"
 
     @property
@@ -197,7 +197,7 @@ class OnPolicyJob(TrainingJob):
 
     @property
     def top_k(self) -> int:
-        """Head ids per row. The default is larger if a row has no ids from the tail."""
+        """Head ids per row. The default is larger if rows have no ids drawn from the tail."""
         if self.teacher.top_k is not None:
             return self.teacher.top_k
         return TOP_K_WITH_DRAWS if self.draws or self.tail_samples else TOP_K_WITHOUT_DRAWS

@@ -1,4 +1,4 @@
-"""What a job is, in short: its models and data, and the keys that differ from their defaults."""
+"""The summary of a job: its models and data, and the keys that differ from their defaults."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class JobSummary:
     changed_keys: tuple[tuple[str, Any], ...]
 
     def __str__(self) -> str:
-        """Return `STUDENT <- TEACHER, DATA`, without the parts that the job lacks."""
+        """Return `STUDENT <- TEACHER, DATA`, without the parts that the job does not have."""
         models = " <- ".join(filter(None, (self.student, self.teacher)))
         return ", ".join(filter(None, (models, self.data)))
 

@@ -143,7 +143,9 @@ def _iterate_entries(table: Mapping[str, Any], path: KeyPath) -> Iterator[tuple[
 
 
 def _value_text(value: Any, listed: Sequence[Any]) -> str:
-    """Return a value as text; a long value as its number in the list of the values of its key."""
+    """Return a value as text. For a long value, return `#N`: the value is the N-th in the list of
+    its key.
+    """
     text = value if isinstance(value, str) and value else _format_json(value)
     if len(text) <= _MAX_CHARS:
         return text

@@ -1,7 +1,7 @@
 """Reads files of records: JSON lines, JSON arrays, CSV and Parquet, compressed or not.
 
-The suffix of a file tells its format. A pattern such as `data/*.jsonl` names several files. Each
-record is a mapping of columns. The values of a CSV file are texts.
+The suffix of a file determines its format. A pattern such as `data/*.jsonl` names several files.
+Each record is a mapping of columns. The values of a CSV file are texts.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def suffix_of(path: str) -> str:
 
 
 def is_pattern(path: str) -> bool:
-    """Return whether a path is a pattern of file names. An existing file is no pattern."""
+    """Return whether a path is a pattern of file names. The path of an existing file is not a
+    pattern.
+    """
     return bool(_WILDCARD.search(path)) and "\0" not in path and not Path(path).exists()
 
 
@@ -182,7 +184,9 @@ def _decompress(file: BinaryIO, path: str, compression: str, field: str) -> io.B
 
 
 def _lines_of(stream: BinaryIO, path: str, field: str) -> Iterator[bytes]:
-    """Yield the lines, of at most MAX_BYTES: a small compressed file can hold one of gigabytes."""
+    """Yield the lines of a file. Raises InvalidInput for a line of more than MAX_BYTES, because a
+    small compressed file can contain a line of gigabytes.
+    """
     number = 0
     while line := stream.readline(MAX_BYTES + 1):
         number += 1
@@ -279,7 +283,9 @@ def _refuse_object(record: Record, path: str, field: str) -> None:
 
 
 def list_key(record: Record) -> str | None:
-    """Return the first key that holds a list of objects which are no messages; None without one."""
+    """Return the first key whose value is a list of objects that are not messages; None if there is
+    no such key.
+    """
     for key, value in record.items():
         match value:
             case [{} as first, *_] if not first.keys() & {"role", "from"}:

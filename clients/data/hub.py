@@ -1,6 +1,5 @@
-"""Asks the model hub whether it has a model, and tells an outage of the hub from a wrong name.
-
-Libraries of the hub retry for minutes, and report both alike.
+"""Asks the model hub whether it has a model, and distinguishes an outage of the hub from a wrong
+model name. The hub's libraries retry for minutes, and report both with the same error.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _BUSY_STATUSES = frozenset({408, 429, *range(500, 600)})
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether a model's name is no existing path, and may be a hub id."""
+    """Return whether a model's name may be a hub id: the name is not an existing path."""
     return _HUB_ID.fullmatch(name) is not None and not Path(name).exists()
 
 

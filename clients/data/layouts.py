@@ -1,8 +1,8 @@
 """Recognises the columns of prompts and answers from the first records of a data set.
 
 Data sets have conventional columns: `messages`, `conversations` (ShareGPT), `prompt` and
-`completion` (TRL), `instruction`, `input` and `output` (Alpaca). A reading is a way to read the
-records as prompts. Records with several readings are ambiguous.
+`completion` (TRL), `instruction`, `input` and `output` (Alpaca). A `Reading` is one way to convert
+records to prompts. Records with several readings are ambiguous.
 """
 
 from __future__ import annotations
@@ -139,7 +139,9 @@ def _first_value(records: Sequence[Mapping[str, Any]], column: str) -> Any:
 def _first_messages(
     records: Sequence[Mapping[str, Any]], column: str
 ) -> Sequence[Mapping[str, Any]] | None:
-    """Return the messages of the first record with a value in the column; None: it has none."""
+    """Return the messages of the first record with a value in the column; None if there is no such
+    value, or it is not a list of messages.
+    """
     value = _first_value(records, column)
     return messages_in(value) or None
 

@@ -57,7 +57,7 @@ def pull_run(
 ) -> Path:
     """Copy the export or a checkpoint of the run directory `path` into a new directory.
 
-    DistillClient.pull without a server, with the same arguments, result and errors.
+    The arguments, the result and the errors are those of DistillClient.pull; no server is needed.
     """
     return pull_record(record_of_run(path), path, destination, checkpoint=checkpoint)
 
@@ -69,7 +69,7 @@ def pull_record(
     *,
     checkpoint: Checkpoint | None = None,
 ) -> Path:
-    """Copy from the run directory `path` as `pull_run` does, where `record` has the job's state."""
+    """Copy from the run directory `path` as `pull_run` does. `record` has the job's state."""
     step = None
     if checkpoint is not None:
         step = checkpoint_step(record.job, checkpoint, lambda: record.points)

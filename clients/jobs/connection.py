@@ -52,7 +52,9 @@ class ServerConnection:
         self.channel.close()
 
     def require_usable(self) -> None:
-        """Raise WrongState if the connection is closed or cancelled, or of the process's parent."""
+        """Raise WrongState if the connection is closed or cancelled, or if the parent process
+        opened the connection.
+        """
         require_unforked()
         if self._is_closed:
             raise WrongState(

@@ -53,7 +53,7 @@ class JobRecord:
 
     @property
     def metrics(self) -> set[str]:
-        """The names of all metrics that were measured at some step."""
+        """The names of all metrics that were measured in at least one step."""
         return {name for point in self.points for name in point.metrics}
 
 

@@ -58,8 +58,8 @@ class Result:
 
 
 def progress_metric(method: str, metrics: Collection[str]) -> tuple[str, str] | None:
-    """Return the metric, of the names `metrics`, that tells how far a job of a method has come, and
-    its label; None if the job has recorded none of these metrics.
+    """Return the metric in `metrics` that measures the progress of a job of a method, and its
+    label; None if the job has recorded no such metric.
     """
     candidates = (*_PROGRESS.get(method, ()), *_PROGRESS_OF_OTHERS)
     metric = next((metric for metric in candidates if metric in metrics), None)
@@ -140,7 +140,9 @@ def differing_labels(jobs: Sequence[Job]) -> Sequence[str]:
 
 
 def newest_result(job: Job) -> str:
-    """Return the metric that tells how far a job of its method has come, with its label, or "-"."""
+    """Return the newest value of the metric that measures the progress of a job, with its label, or
+    "-".
+    """
     if (progress := progress_metric(job.kind, job.metrics)) is None:
         return "-"
     metric, label = progress

@@ -52,7 +52,7 @@ class LocalFiles:
     """A file or directory of this machine that a job names under `key`.
 
     `files`: local paths by their paths in the upload, which begin with the name of `place`.
-    `pattern`: of the files in the directory `place`, if the job names a pattern.
+    `pattern`: the pattern of the files in the directory `place`, if the job names a pattern.
     """
 
     key: str
@@ -90,7 +90,7 @@ def local_files(job: AnyJob) -> list[LocalFiles]:
 def paths_of_server(job: AnyJob) -> list[tuple[str, str, str]]:
     """Return (key, path, similar local file or "") of each path that does not exist here.
 
-    A name that may be a hub id is no path.
+    A name that may be a hub id does not count as a path.
     """
     return [
         (key, name, similar_path(Path(name)))

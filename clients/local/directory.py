@@ -21,7 +21,8 @@ def create_run(
 ) -> RunDirectory:
     """Check a job, and create its run directory: `directory`, or a new directory in `runs`.
 
-    `config` has absolute paths. `text`, `suffix`: of the job file, if there is one.
+    `config` has absolute paths. `text`, `suffix`: the text and the file suffix of the job file, if
+    there is one.
     """
     from clients.preflight.data_files import check_data
     from clients.preflight.files import check_files
@@ -116,7 +117,7 @@ def reopen_run(path: Path, max_steps: int | None) -> tuple[RunDirectory, int]:
 
 
 def require_unfinished(run: RunDirectory, max_steps: int | None) -> None:
-    """Raise WrongState if the run has finished its steps, of which `max_steps` is the new number.
+    """Raise WrongState if the run has finished its steps. `max_steps`: the new number of steps.
 
     Raises InvalidInput for `max_steps` if the job has no number of steps.
     """
@@ -135,7 +136,7 @@ def require_unfinished(run: RunDirectory, max_steps: int | None) -> None:
 
 
 def next_attempt(run: RunDirectory) -> int:
-    """Return the number of the next attempt: no attempt has used it."""
+    """Return the number of the next attempt, which no earlier attempt has used."""
     status: Status | None = run.read_status()
     names = [log.name.removeprefix("attempt-") for log in run.logs(1).parent.glob("attempt-*")]
     numbers = [int(name) for name in names if name.isdecimal()]

@@ -13,11 +13,11 @@ from protos.extras import require_extra
 
 
 def preview(job: JobSource, *, records: int = 5, quiet: bool = False) -> PreviewDisplay:
-    """Return what a job learns, token by token, without training, teacher or GPU.
+    """Return the training data of a job, token by token. Needs no training, teacher or GPU.
 
-    `job`: as for `DistillClient.submit`. `records`: number of records to show; a program reads them
-    as the training does. `quiet`: without the messages of the program. Raises InvalidInput for a
-    job that trains nothing or whose packages are missing, and the errors of its files.
+    `job`: as for `DistillClient.submit`. `records`: number of records to show, which are read as in
+    training. `quiet`: print no messages of the program that reads the records. Raises InvalidInput
+    for a job that trains nothing or whose packages are missing, and the errors of its files.
     """
     config = load_job(job).config
     if not config.preview_program:

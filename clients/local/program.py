@@ -1,4 +1,6 @@
-"""Runs a program whose packages a command must not import, and reads its reply (`print_reply`)."""
+"""Runs a program in a child process, so that a command does not import the program's packages, and
+reads its reply (`print_reply`).
+"""
 
 from __future__ import annotations
 

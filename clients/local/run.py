@@ -1,7 +1,6 @@
-"""`run`: trains a job on this machine in a process of its own, and RunHandle, the handle of it.
-
-The process is `distill run --resume DIRECTORY`, in a session of its own. It ends with this process:
-at the end of Python, and of a notebook's kernel, it stops after a checkpoint.
+"""`run`: starts a job on this machine in a separate process, and returns its RunHandle. The process
+is `distill run --resume DIRECTORY`, in a separate session. When Python or a notebook's kernel
+exits, the process writes a checkpoint and stops.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ def run(job: JobSource, *, runs: Path | str = "runs", directory: Path | str = ""
 
     `job`: as for `DistillClient.submit`. `runs`: parent of the new run directory; `directory`: the
     run directory itself, which must not exist. An interrupt (Ctrl-C, or of a notebook's kernel) in
-    `wait`, `watch` or `show` of the handle cancels the job after a checkpoint, and a second one
-    kills it; the job is also cancelled at the end of this process.
+    `wait`, `watch` or `show` of the handle cancels the job after a checkpoint; a second interrupt
+    kills the job. The job is also cancelled when this process exits.
 
     Raises the errors of `distill run` for a job that cannot start, such as InvalidInput.
     """
@@ -59,7 +58,8 @@ def run_command(directory: Path, max_steps: int | None) -> list[str]:
 
 
 class RunHandle(JobDisplay):
-    """A job of `run` at the time of the call, with the methods of JobHandle.
+    """A job started by `run`, in its state at the time of the call. It has the methods of
+    JobHandle.
 
     Values do not change. `refresh`, `wait` and `cancel` return a handle with new values.
     """
@@ -123,8 +123,8 @@ class RunHandle(JobDisplay):
     def cancel(self, *, now: bool = False) -> RunHandle:
         """Stop the job after a last checkpoint, or immediately if `now`, without waiting.
 
-        A later attempt that runs is stopped instead. If `resume` of this process started it, its
-        handle is returned.
+        If a later attempt of the job runs, that attempt is stopped instead. If `resume` in this
+        process started the later attempt, its handle is returned.
         """
         newest = _newest_attempt(self._attempt)
         newest.stop(now=now)
@@ -225,7 +225,9 @@ class _Attempt:
             time.sleep(SECONDS_BETWEEN_POLLS)
 
     def stop_and_wait(self) -> None:
-        """Cancel, and wait for the end; a KeyboardInterrupt in the meantime kills."""
+        """Cancel the attempt and wait for its end. A KeyboardInterrupt during the wait kills the
+        process.
+        """
         self.stop()
         try:
             self._process.wait()

@@ -1,8 +1,8 @@
 """The figures of the GPUs that `distill plan` knows, for the time of a step.
 
 The sources are NVIDIA's data sheets of each GPU (dense rates, without sparsity) and of the DGX
-system with eight of it (network). The shares of the peaks that programs reach are assumptions: no
-run of this project on a GPU has measured them.
+system with eight such GPUs (network). The shares of peak performance that programs reach are
+assumptions, not measurements.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ class GpuFigures:
 
     bf16, float32: peak operations of matrix products with these inputs (float32: as TF32). memory:
     bytes per second of its memory. size: its memory in GiB. link: bytes per second that a GPU sends
-    to the others of its machine. network: the same to other machines. host: bytes per second from
-    GPU to host. product_share, memory_share, link_share: the part of a peak that programs reach.
+    to the others of its machine. network: bytes per second that a GPU sends to other machines.
+    host: bytes per second from GPU to host. product_share, memory_share, link_share: the part of a
+    peak that programs reach.
     launch: seconds of the host for one decoding step of an engine.
     """
 

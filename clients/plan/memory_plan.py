@@ -193,7 +193,9 @@ def largest_micro_batch(
 def changes_of(
     job: AnyTraining, shape: ModelShape, usable: int, micro_batch: int, longest: int | None = None
 ) -> list[str]:
-    """Return a sentence for each change that saves memory, or for all together if none suffices."""
+    """Return one sentence for each change that makes the job fit, or a sentence for all changes
+    together if no single change suffices.
+    """
     sentences = []
     changed_job: AnyTraining = job
     for name, change in {

@@ -3,11 +3,11 @@
 A step has four parts: the rollouts, the teacher's rows, the trainer (anchor, p_old, updates), and
 the push of new weights to the engines. A forward or backward pass takes the time of its matrix
 products plus the time of its memory traffic. A decoding step takes the longer of two times (its
-matrix products; the reads of weights and cache), plus the time to launch it and to make its records
-(head ids, draws). The trainer's GPUs exchange data while they compute, so the trainer's part takes
-the longer of these two times. Answers have the maximum length that the job allows, so the seconds
-are an upper bound for a job whose answers end early. `benchmarks/models/step_time.py` compares the
-formulas with updates and sampling on a CPU.
+matrix products; the reads of weights and cache), plus the time to launch the step and to create its
+outputs (head ids, draws). The trainer's GPUs exchange data while they compute, so the trainer's
+part takes the longer of these two times. Answers have the maximum length that the job allows, so
+the seconds are an upper bound for a job whose answers end early. `benchmarks/models/step_time.py`
+compares the formulas with updates and sampling on a CPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Columns that a job does not set are recognised from the first records of its data."""
+"""Recognises the columns that a job does not set, from the first records of its data."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def fit_columns(
 
 
 def with_columns(exam: ExamConfig) -> ExamConfig:
-    """Return an evaluation with the columns that it does not set."""
+    """Return an evaluation with values for the column keys that it does not set."""
     columns, layout = fit_columns(exam, exam.data_files, remote=True)
     for key, column in columns.items():
         exam = replaced(exam, key, column)
@@ -87,7 +87,9 @@ def with_columns(exam: ExamConfig) -> ExamConfig:
 
 
 def _choose_reading(data: PromptKeys, data_file: DataFile, *, remote: bool) -> Reading | None:
-    """Return how to read a data set; None if it cannot be read here, or has no known columns."""
+    """Return the reading of a data set; None if the data set cannot be read here, or has no known
+    columns.
+    """
     if data_file.prompts is None:
         return None
     try:

@@ -155,7 +155,9 @@ def check_files(config: AnyJob, hint: str = RELATIVE_PATH_HINT) -> None:
 
 
 def _other_suffix(path: Path) -> Path | None:
-    """Return a file of records whose suffix is spelled alike, such as a.json for a.jsn."""
+    """Return an existing file with a similar suffix, such as a.json for a.jsn; None if there is
+    none.
+    """
     if not path.parent.is_dir():
         return None
     suffixes = difflib.get_close_matches(path.suffix, FILE_SUFFIXES, n=len(FILE_SUFFIXES))

@@ -1,10 +1,10 @@
-"""Limits and columns that a job does not set fit its models and its data.
+"""Chooses the limits and columns that a job does not set, to fit its models and its data.
 
 The default of a limit, such as `method.max_prompt_tokens` or `eval.prompts`, is for large models
 and data. Unless the job sets the limit, the default is reduced to the context of the student and of
 the teachers, and to a tenth of the records. `columns.py` recognises the columns of the data. The
-result is a function of the job, the config.json of the student, the teachers' infos and the first
-records, so preflight, preview and training find the same values. An attempt writes the values to
+result depends only on the job, the config.json of the student, the teachers' infos and the first
+records, so preflight, preview and training compute the same values. An attempt writes the values to
 the run directory, and attempts that continue its work read them there.
 """
 
@@ -72,7 +72,7 @@ NO_LIMITS = Limits()
 
 
 def is_set(config: JobConfig, key: str) -> bool:
-    """Return whether the job, and not a default, gives `key`, such as `eval.prompts`, its value."""
+    """Return whether the job sets `key`, such as `eval.prompts`; False if `key` has its default."""
     table_name, _, name = key.rpartition(".")
     if not table_name:  # max_steps, which is 0 in a job with `epochs`
         return bool(getattr(config, name))
@@ -109,7 +109,9 @@ def fit_limits(
 
 
 def read_limits(run: Path) -> Limits | None:
-    """Return the limits that an attempt wrote to its run directory; None: there are none."""
+    """Return the limits that an attempt wrote to its run directory; None if the file does not
+    exist.
+    """
     try:
         return Limits(**read_document(run / LIMITS_FILE))
     except (OSError, ValueError, TypeError):
@@ -184,7 +186,8 @@ def check_lengths(config: JobConfig, reader: str, context: int | None) -> None:
 
 
 def check_room(longest: int, answer: int, reader: str, context: int | None, remedy: str) -> None:
-    """Raise InvalidInput if an answer of `answer` tokens does not fit behind `longest` tokens.
+    """Raise InvalidInput if a prompt of `longest` tokens and an answer of `answer` tokens exceed
+    `context`.
 
     `reader`, `context`: see `check_lengths`. `remedy`: a hint to shorten the prompt;
     this function appends the maximum number of tokens.
@@ -254,7 +257,9 @@ def _fit_counts(config: TrainingJob, records: int) -> dict[str, int]:
 
 
 def _shrink(config: JobConfig, values: Mapping[str, int]) -> dict[str, int]:
-    """Return those of `values` that are below the default of a key that the job does not set."""
+    """Return the entries of `values` that are lower than the default, for keys that the job does
+    not set.
+    """
     return {
         key: value
         for key, value in values.items()
@@ -265,8 +270,8 @@ def _shrink(config: JobConfig, values: Mapping[str, int]) -> dict[str, int]:
 def _read_contexts(config: JobConfig, *, remote: bool) -> dict[str, int]:
     """Return the largest numbers of tokens of the models that the job names, by model.
 
-    Raises Unavailable if the student's is on a hub that does not answer. A teacher may have its
-    model on another machine, so its limit is then missing.
+    Raises Unavailable if the student's config.json is on a hub that does not answer. The limit of a
+    teacher whose model is on another machine is missing.
     """
     models: dict[str, tuple[str, str | None]] = {}
     student = config.answering_student

@@ -23,9 +23,8 @@ _MEMORY_PER_RECORD = 1 + 4 * 4
 
 @dataclass(frozen=True)
 class RecordsEstimate:
-    """What the records of a job take, as far as they are local files.
-
-    records: their number. epoch_records: those of `data.path`. copy_bytes: size of the copies that
+    """The disk space and memory for the records of a job that are in local files. records: number
+    of records. epoch_records: number of records of `data.path`. copy_bytes: size of the copies that
     no earlier job has made. free_bytes: free space of the disk of `directory`, where the copies
     are. memory_bytes: memory of each process if the copies exist.
     """
@@ -38,7 +37,9 @@ class RecordsEstimate:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of each process. Without room for the copies, it holds the records too."""
+        """Memory of each process. If the disk has no room for the copies, each process also holds
+        the records in memory.
+        """
         return self.records * _MEMORY_PER_RECORD + (0 if self.has_room else self.copy_bytes)
 
     @property
@@ -94,9 +95,9 @@ def estimate_records(config: JobConfig) -> RecordsEstimate | None:
 
 
 def _estimate_files(names: Sequence[str]) -> tuple[int, int]:
-    """Return about how many records the files have, and about how many bytes of JSON.
-
-    Reads the start of the first file, and the sizes of all: a pattern may name thousands.
+    """Return estimates of the number of records in the files and of their bytes as JSON. Reads the
+    start of the first file and the sizes of all files, because a pattern may name thousands of
+    files.
     """
     paths = [Path(name) for name in names]
     size = sum(path.stat().st_size * _EXPANSIONS.get(path.suffix, 1.0) for path in paths)

@@ -71,7 +71,9 @@ def unproven_gain(points: Iterable[Point], step: int) -> str:
 
 
 def warn_of_chance(run: RunDirectory) -> None:
-    """Log a warning if the best checkpoint of a run may be the best only by chance."""
+    """Log a warning if the best checkpoint of a run is not significantly better than the first
+    evaluation.
+    """
     points = read_points(run.metrics)
     best = best_step(points, run.checkpoint_steps())
     if best is not None and (sentence := unproven_gain(points, best)):

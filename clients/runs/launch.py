@@ -3,8 +3,8 @@
 A capture runs `teacher_service.capture`, an evaluation `student_trainer.exam.job`, and every other
 method `student_trainer`. The program reads job.json, writes its progress to status.json, and reads
 control.json before every step. SIGTERM has the same effect as `stop = "checkpoint"`. The exit code
-is 0 if the verdict is "succeeded" or "cancelled"; otherwise it is the ExitCode of the error that
-the status names (1 under `accelerate launch`).
+is 0 if the verdict is "succeeded" or "cancelled"; otherwise it is the ExitCode of the error in the
+status (1 under `accelerate launch`).
 """
 
 from __future__ import annotations

@@ -74,7 +74,9 @@ class Progress:
         return self._status.attempt
 
     def expect(self, max_steps: int) -> None:
-        """Set the number of steps if the job does not define it. Written with the next status."""
+        """Set the number of steps, if the job does not define the number. It is written with the
+        next status.
+        """
         self._status = dataclasses.replace(self._status, max_steps=max_steps)
 
     def say(self, phase: str, step: int) -> None:
@@ -137,7 +139,9 @@ class Progress:
         return choices[self.agree(choices.index(wish))]
 
     def stop_asked(self) -> bool:
-        """Return whether this process has a stop request. Not collective; for any thread."""
+        """Return whether this process has a stop request. Not a collective; any thread may call
+        this method.
+        """
         return self._terminated() or bool(self._run.read_control().stop)
 
     def _write_status(self, status: Status) -> None:

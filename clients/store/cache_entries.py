@@ -1,9 +1,9 @@
 """Directories of cached records: their locks, and the deletion of unused directories.
 
-The process that holds the lock of a directory sets the time of the lock file every few seconds. A
-process that waits for the lock can therefore distinguish long work from a suspended process: it
-waits for the work, but not for the suspended process. The time of the lock file is also the time of
-the last use.
+The process that holds the lock of a directory sets the time of the lock file every few seconds.
+Another process that needs the lock can therefore distinguish long work from a suspended process: it
+waits while the holder works, and does not wait for a suspended holder. The time of the lock file is
+also the time of the last use.
 """
 
 from __future__ import annotations

@@ -135,7 +135,9 @@ def _is_copied(copy: Path, facts: ShardFacts) -> bool:
 
 
 def create_cache() -> Path:
-    """Create `cache_directory`, for this user only, and return it. Raises OSError as `mkdir`."""
+    """Create `cache_directory`, which only this user can enter, and return it. Raises OSError as
+    `mkdir` does.
+    """
     directory = cache_directory()
     create_private(directory)
     return directory

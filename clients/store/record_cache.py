@@ -1,14 +1,15 @@
-"""The records of a data set in one memory-mapped file, made once for each content and machine.
+"""The records of a data set in one memory-mapped file, which is created once per machine for each
+version of the data.
 
     $XDG_CACHE_HOME/distill/records/KEY/   records.arrow   JSON text, file and row of each record
                                            facts.json      number of records; written last
                                            checks-*.json   results of checks, by their settings
                                            states-*.u8     which records are left out; see `States`
 
-KEY is the sha256 of the fingerprint of the content, the columns and a version. A process that needs
-a missing file makes it while others wait for the lock. Every record has a checksum, so a damaged
-file never gives other values. Without a cache that can be written and locked, each process holds
-the records in memory, in about as many bytes as the file would have.
+KEY is the sha256 of the fingerprint of the content, the columns and a version. The first process
+that needs a missing file creates it; other processes wait for the lock. Every record has a
+checksum, so a process detects a damaged file. If the cache directory cannot be written or locked,
+each process holds the records in memory, which takes about the size of the file.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class CachedRecords:
     ) -> None:
         """`columns`: Arrow columns `text`, `file`, `row` and `checksum`, or the located records.
 
-        `has_bytes`: some values are bytes, which the texts hold as objects with one key.
+        `has_bytes`: some values are bytes, which the JSON texts represent as objects with one key.
         """
         self._data_set = data_set
         self._columns = columns
@@ -82,7 +83,9 @@ class CachedRecords:
         return len(self._columns["row"] if isinstance(self._columns, Mapping) else self._columns)
 
     def __getitem__(self, index: int) -> tuple[str, Mapping[str, Any]]:
-        """Return the place of a record, for messages, and the record. Raises Corrupt."""
+        """Return the place of a record, for messages, and the record. Raises Corrupt if its
+        checksum does not match.
+        """
         if not isinstance(self._columns, Mapping):
             file, row, record = self._columns[index]
             return self._data_set.place(file, row), record
@@ -117,7 +120,8 @@ class CachedRecords:
     def locked(self) -> Iterator[None]:
         """Hold the lock of the directory, so that one process at a time checks the records.
 
-        If the lock cannot be taken, several processes may check them, with the same result.
+        If the directory cannot be locked, several processes may check the records at the same time,
+        with the same result.
         """
         with ExitStack() as stack:
             if self.directory:
@@ -267,7 +271,9 @@ def _read_batches(data_set: DataSet, columns: Sequence[str]) -> Iterator[tuple[A
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a small file atomically. After a power cut it may be missing, which costs time."""
+    """Write a small file atomically. The file may be missing after a power cut; it is then computed
+    again.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
@@ -280,7 +286,7 @@ def _schema() -> Any:
 
 
 class _NoJSON(Exception):
-    """A record has a value that JSON does not have."""
+    """A record has a value that JSON cannot represent."""
 
 
 def _format(record: Mapping[str, Any]) -> bytes:
@@ -305,7 +311,8 @@ def _checksum(file: int, row: int, text: bytes) -> int:
 
 
 def _content_key(data_set: DataSet, columns: Sequence[str], root: Path) -> str:
-    """Return the key of a data set. The hash of files is remembered as long as they do not change.
+    """Return the key of a data set. The hash of files is stored and used again until the files
+    change.
 
     A changed file has another time of its last change (ctime), even if its size and mtime are
     restored.
@@ -331,7 +338,9 @@ def _fingerprint(data_set: DataSet, root: Path) -> str:
 
 
 def is_hashed(data_set: DataSet) -> bool:
-    """Return whether an earlier job has read these files, which have not changed since."""
+    """Return whether an earlier job has read these files, and the files have not changed since
+    then.
+    """
     paths = _paths_of(data_set)
     memo = _memo_of(data_set, records_directory())
     return bool(paths) and bool(_read_memo(memo, _stats_of(paths)))
@@ -351,13 +360,13 @@ def _stats_of(paths: Sequence[Path]) -> list[list[str | int]]:
 
 
 def _memo_of(data_set: DataSet, root: Path) -> Path:
-    """Return the file that remembers the hash of a data set."""
+    """Return the path of the file that stores the hash of a data set."""
     name = json.dumps([str(Path(data_set.path).absolute()), data_set.name, data_set.split])
     return root / f"fingerprint-{hashlib.sha256(name.encode()).hexdigest()}.json"
 
 
 def _read_memo(memo: Path, stats: Sequence[object]) -> str:
-    """Return the remembered hash of files with these stats; "" if there is none."""
+    """Return the stored hash of files with these stats; "" if there is none."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         known = json.loads(memo.read_text(encoding="utf-8"))
         return str(known["fingerprint"]) if known["stats"] == stats else ""
@@ -394,16 +403,19 @@ def write_check(records: CachedRecords, key: str, result: Mapping[str, int]) -> 
 
 
 class States:
-    """Whether each record of a data set gives an item: used, left out, or not known yet.
+    """The state of each record of a data set: used, left out, or not known yet.
 
     The states are bytes in memory, one per record, and in a file that later attempts read. Any
-    other byte than the two codes means that the state is not known, so damage only costs time.
+    other byte than the two codes means that the state is not known, so states in a damaged file are
+    computed again.
     """
 
     USED, LEFT_OUT = 0xA5, 0x5A
 
     def __init__(self, records: CachedRecords, key: str) -> None:
-        """`key`: of the settings that decide which records are left out; "": keep no file."""
+        """`key`: identifies the settings that decide which records are left out; "" if the states
+        are not stored in a file.
+        """
         self.values: NDArray[np.uint8] = np.zeros(len(records), np.uint8)
         self._descriptor: int | None = None
         if records.directory is None or not key:

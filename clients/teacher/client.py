@@ -66,9 +66,9 @@ class TeacherClient:
     scoring.
 
     All unfinished requests fail with Unavailable if no message arrives for `patience_seconds` and
-    no teacher answers a health check, or if a teacher answers health checks but scores nothing for
-    ten times as long, for any client. They fail with WrongState if a teacher reconnects with other
-    weights and no other teacher is connected.
+    no teacher answers a health check, or if a teacher answers health checks but scores no tokens of
+    any client for ten times `patience_seconds`. They fail with WrongState if a teacher reconnects
+    with other weights and no other teacher is connected.
 
     Rows are prefetched up to `max_prefetch_bytes`. The limit does not apply to a request whose
     future a caller waits for, with `result`, `concurrent.futures.wait`, `as_completed` or a
@@ -170,9 +170,8 @@ class TeacherClient:
         return self._any_alive(CONNECT_SECONDS)
 
     def fail_silent(self, duration: str) -> None:
-        """Fail all unfinished requests with Unavailable: the teacher has not answered `duration`.
-
-        `duration`: such as "for 20 s". Later requests are not affected.
+        """Fail all unfinished requests with Unavailable. Later requests are not affected.
+        `duration`: how long the teacher has not answered, for the message, such as "for 20 s".
         """
         self._fail_all(self._silence_error(duration))
 

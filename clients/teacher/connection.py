@@ -190,7 +190,8 @@ class TeacherConnection:
     def start_info_call(self, *, waits: bool = True) -> Any:
         """Start a call for the teacher's info, with a deadline of 5 s, and return the call.
 
-        `waits`: until the deadline for a teacher that listens; otherwise the call fails at once.
+        `waits`: wait until the deadline for a teacher that does not listen yet; otherwise the call
+        fails at once.
         """
         return self.stub.GetInfo.future(
             teacher_pb2.GetInfoRequest(), timeout=CONNECT_SECONDS, wait_for_ready=waits

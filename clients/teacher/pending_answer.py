@@ -54,7 +54,7 @@ class RowAssembly:
         """Append a chunk. Returns all rows, with head ids, when they are complete, else None.
 
         `vocab_size`: number of the teacher's logits. Raises Corrupt if rows are missing, duplicate,
-        damaged or of an unexpected shape or dtype, or have other ids, or numbers that are no
+        damaged or of an unexpected shape or dtype, or have other ids, or values that are not
         log-probs.
         """
         query, expected_position = self._query, self.next_position

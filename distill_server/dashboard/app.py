@@ -211,7 +211,7 @@ class Pages:
         return JSONResponse({**job_record(job, with_config=True), **place, **details})
 
     async def attempts(self, request: Request) -> Response:
-        """GET /api/jobs/JOB/attempts: when the newest 50 attempts ran, and how each ended."""
+        """GET /api/jobs/JOB/attempts: times and ends of the newest 50 attempts."""
         job = self.store.resolve(request.path_params["job"])
         records = await self.turns.run_query(lambda: attempts_of(self.store, job))
         return JSONResponse({"attempts": records})

@@ -35,7 +35,7 @@ _NAME = re.compile(r"step-(\d+)\.jsonl")
 
 
 def details_of(store: JobStore, job: Job) -> dict[str, Any]:
-    """Return what a job is and how its evaluations end, as a JSON record.
+    """Return the summary, the verdict and the pipeline of a job, as a JSON record.
 
     `summary` has the fields of `JobSummary`; it is null if this version cannot read the job.
     `verdict` is a text. `pipeline` has the jobs that are connected with the job by dependencies, at

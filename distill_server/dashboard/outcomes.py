@@ -1,4 +1,4 @@
-"""What the lists show of a job: its models, its progress and its evaluations."""
+"""The columns of job lists: models, progress and evaluations of each job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAX_JOBS = 2000
 
 
 class Outcomes:
-    """Reads the outcomes of jobs, and keeps those of the jobs that were read last."""
+    """Reads the outcomes of jobs, and caches those of the most recently read jobs."""
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
@@ -36,10 +36,10 @@ class Outcomes:
     def describe(self, job: Job) -> dict[str, Any]:
         """Return `summary`, `result` and `held_out` of a job as a JSON record.
 
-        `summary` is `STUDENT <- TEACHER, DATA`. `result` is the metric that tells how far a job of
-        its method has come: its `metric`, `label`, newest `value`, and `curve`, up to 32 values
-        over the steps. `held_out` is the newest evaluation: its `metric`, `label`, `value`, `step`,
-        and the value and step of the `best` one. Both are null if there is none.
+        `summary` is `STUDENT <- TEACHER, DATA`. `result` is the metric that measures the progress
+        of the job: its `metric`, `label`, newest `value`, and `curve`, up to 32 values over the
+        steps. `held_out` is the newest evaluation: its `metric`, `label`, `value`, `step`, and the
+        value and step of the `best` one. Both are null if there is none.
         """
         return self._cached(job.id, job.last_seq)
 
@@ -82,7 +82,7 @@ class Outcomes:
 
 
 def results_table(store: JobStore, jobs: Sequence[Job]) -> dict[str, Any]:
-    """Return what `distill table` prints of these jobs, as a JSON record.
+    """Return the table that `distill table` prints for these jobs, as a JSON record.
 
     `metric` is the held-out metric, "" without evaluations; `labels` are the names of labels that
     differ. `rows` has the jobs, with the best value of the metric first, then those without a

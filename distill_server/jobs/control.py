@@ -177,7 +177,9 @@ class JobControl:
         return job
 
     def _store_cancel(self, job: Job) -> Job:
-        """Store that a job is being cancelled; if the disk is full, `store_late_cancels` does."""
+        """Store that a job is being cancelled. If the disk is full, `store_late_cancels` stores it
+        later.
+        """
         try:
             return self._store.change(job.id, Change(JobState.CANCELLING))
         except Unavailable as error:
@@ -451,7 +453,7 @@ def _naming_job(config: AnyJob, configs: Sequence[AnyJob]) -> Iterator[None]:
 
 @contextmanager
 def _disk_errors() -> Iterator[None]:
-    """Convert OSError to Unavailable: a full disk is no defect of the server."""
+    """Convert OSError to Unavailable, because a full disk is not a defect of the server."""
     try:
         yield
     except OSError as error:

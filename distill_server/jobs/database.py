@@ -309,10 +309,9 @@ def _selecting_steps(rows: Sequence[sqlite3.Row], interval: int) -> set[int | No
 
 
 def _exceed(step_by_seq: Mapping[int, int]) -> list[int]:
-    """Return the seqs to delete, so that at most OLDER are left.
-
-    If several attempts made a step, only the newest event of the step is left. Only steps that are
-    multiples of the smallest sufficient power of two are left.
+    """Return the seqs of the events to delete, so that at most OLDER events remain. If several
+    attempts made a step, only the newest event of the step remains. Only steps that are multiples
+    of the smallest sufficient power of two remain.
     """
     if len(step_by_seq) <= OLDER:
         return []

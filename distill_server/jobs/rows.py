@@ -139,7 +139,7 @@ _ORDERS = {
 
 @dataclass(frozen=True)
 class ListOrder:
-    """The order of a list of jobs: by `key`, `reverse` with the smallest value last.
+    """The order of a list of jobs: ascending by `key`, or descending with `reverse`.
 
     Jobs without a value come last. Jobs with equal values are in the order of submission, newest
     first. Raises InvalidInput for an unknown key.
@@ -167,7 +167,7 @@ NEWEST_FIRST = ListOrder()
 
 @dataclass
 class Tally:
-    """Counts of what happened to jobs since the store was opened.
+    """Counts of retries and ends of jobs since the store was opened.
 
     `retries` counts the attempts that were started because a trainer died, `ends` the ended jobs
     by state.

@@ -125,9 +125,8 @@ class JobStore:
         return job_of(row)
 
     def find(self, text: str) -> Job:
-        """Return the job with this id or else the newest job with this name.
-
-        If there is no such job, return or raise what `resolve` does.
+        """Return the job with this id, else the newest job with this name, else the result of
+        `resolve`, which raises NotFound or InvalidInput.
         """
         row = self._db.execute(
             "SELECT * FROM jobs WHERE id = :text OR name = :text"

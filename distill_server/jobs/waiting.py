@@ -27,7 +27,7 @@ _MAX_TRIES = 16
 
 @dataclass
 class _Wait:
-    """The wait of one attempt. `next_at` is the monotonic time of the next try."""
+    """The wait of one attempt. `next_at`: time of the next try, on the monotonic clock."""
 
     attempt: Attempt
     pause: float

@@ -1,1 +1,1 @@
-"""Who uses a server: quotas of the owners of tokens, and the audit log."""
+"""The users of a server: quotas of the owners of tokens, and the audit log."""

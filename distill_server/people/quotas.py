@@ -2,7 +2,8 @@
 
 A job above the quota of its owner waits. Later jobs of the same owner also wait, so that small jobs
 cannot delay a large job forever. Jobs of other owners are not blocked. A job that alone needs more
-GPUs than the quota is refused; if the quota was lowered afterwards, the job waits and blocks none.
+GPUs than the quota is refused; if the quota was lowered afterwards, the job waits and does not
+block other jobs.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class Quotas:
         store: JobStore,
         read_quotas: Callable[[], Mapping[str, Quota]],
     ) -> None:
-        """`read_quotas` returns the current quota of each owner by name; others have none."""
+        """`read_quotas` returns the current quotas by name of the owner; all other owners have no
+        quota.
+        """
         self._db = connection
         self._store = store
         self._read_quotas = read_quotas

@@ -122,7 +122,8 @@ class DistillService(distill_pb2_grpc.DistillServicer):
     async def GetJob(self, request: pb.GetJobRequest, context: _Context) -> pb.Job:
         """Return one job with its configuration and the steps of its checkpoints.
 
-        The steps are missing if the run directory does not answer; the job's phase says so.
+        The steps are missing if the run directory does not answer; the job's phase then has a
+        message.
         """
         job = self._store.resolve(request.job_id)
         checkpoints: tuple[int, ...] = ()
@@ -143,7 +144,9 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         return pb.ListJobsResponse(jobs=[encode_job(job) for job in explained_jobs], time=now)
 
     def _explain_waits(self, jobs: Sequence[Job]) -> Sequence[Job]:
-        """Return the jobs; a queued job without a phase gets one: its place and why it waits."""
+        """Return the jobs. An empty phase of a queued job becomes its place in the queue and the
+        reason of its wait.
+        """
         is_waiting = [job.state is JobState.QUEUED and not job.phase for job in jobs]
         if self._read_places is None or not any(is_waiting):
             return jobs
@@ -238,7 +241,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
     ) -> AsyncIterator[pb.ArtifactChunk]:
         """Stream the files of an export, a checkpoint or a store, or the job's notes.
 
-        After a break, the stream goes on with the file `path` at the byte `offset`.
+        After a broken connection, the next call continues with the file `path` at byte `offset`.
         """
         await context.send_initial_metadata((STREAM_OPEN,))
         job = self._store.resolve(request.job_id)

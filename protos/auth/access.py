@@ -92,7 +92,7 @@ class Caller:
 
 @dataclass(frozen=True)
 class _Digests:
-    """What is known of tokens: digests with their roles and owners, and the keys of tags."""
+    """Digests of tokens with their roles and owners, and the keys that verify derived tokens."""
 
     roles: Sequence[tuple[bytes, Role]]
     keys: Sequence[bytes]

@@ -52,7 +52,7 @@ class ServerTls:
     def reload(self) -> None:
         """Read the files again, for new connections.
 
-        Raises InvalidInput as `__init__`, and then new connections get the certificate of before.
+        Raises InvalidInput as `__init__` does; new connections then get the previous certificate.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         chain = _read_identity(self._cert, self._key, ("--tls-cert", "--tls-key"), context)

@@ -27,7 +27,7 @@ def rows_of_listed(
     Such a token is not part of the head: a head that depends on the token makes the Top-k KL
     biased.
 
-    Raises ValueError if a position has other ids, or numbers that are no log-probs.
+    Raises ValueError if a position has other ids, or values that are not log-probs.
     """
     n = len(token_ids)
     if len(listed) != n:
@@ -60,8 +60,8 @@ def block_of_head(
 ) -> RowBlock:
     """Return rows whose tail mass is one minus the head's: ids and head [n, k], tokens [n].
 
-    `draws` [n, M] are the log-probs of ids that the student drew. Raises ValueError for numbers
-    that are no log-probs of a softmax, and for a row that has an id twice.
+    `draws` [n, M] are the log-probs of ids that the student drew. Raises ValueError for values that
+    are not log-probs of a softmax, and for a row that has an id twice.
     """
     sorted_ids = np.sort(ids, axis=1)
     if (sorted_ids[:, 1:] == sorted_ids[:, :-1]).any():

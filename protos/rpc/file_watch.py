@@ -51,7 +51,7 @@ def watch_files(watched_files: Sequence[WatchedFiles]) -> Iterator[Callable[[], 
                 # A file that changes between two looks may be half written.
                 is_changed = stamp != read_stamps[number] and stamp == last_stamps[number]
                 if must_read or is_changed:
-                    _read(files, is_told=must_read or read_stamps[number] is not None)
+                    _read(files, logs_success=must_read or read_stamps[number] is not None)
                     read_stamps[number] = stamp
                 last_stamps[number] = stamp
 
@@ -66,8 +66,8 @@ def watch_files(watched_files: Sequence[WatchedFiles]) -> Iterator[Callable[[], 
         is_requested.set()
 
 
-def _read(files: WatchedFiles, *, is_told: bool) -> None:
-    """Read the files; log a success if `is_told`, and each refusal."""
+def _read(files: WatchedFiles, *, logs_success: bool) -> None:
+    """Read the files; log a success if `logs_success`, and each refusal."""
     names = ", ".join(map(str, files.paths))
     try:
         files.read()
@@ -76,7 +76,7 @@ def _read(files: WatchedFiles, *, is_told: bool) -> None:
     except Exception:
         log.exception("cannot read %s again", names)
     else:
-        if is_told:
+        if logs_success:
             log.info("read %s again", names)
 
 

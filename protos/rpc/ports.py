@@ -1,4 +1,4 @@
-"""Chooses ports of this machine for programs that start later, and says who listens on a port."""
+"""Chooses ports of this machine for programs that start later, and finds who listens on a port."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
 
 def describe_listener(port: int) -> str:
-    """Return the user, and if visible the program and directory, that listen on a port; or "".
+    """Return the user of the program that listens on a port and, if visible, the program and its
+    directory; "" if no program listens.
 
     Linux shows the user of every listening socket, and the process to this user and to root.
     """

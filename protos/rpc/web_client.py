@@ -48,8 +48,8 @@ class WebAnswer:
 class WebClient:
     """One server, for one event loop; a context manager.
 
-    $HTTP_PROXY, $HTTPS_PROXY, $ALL_PROXY and $NO_PROXY apply, but a loopback address is never
-    reached through a proxy, which would get the keys and the texts of the requests.
+    $HTTP_PROXY, $HTTPS_PROXY, $ALL_PROXY and $NO_PROXY apply, but requests to a loopback address
+    never use a proxy, because the proxy would see their keys and texts.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Copies of host tensors to the device, which the host does not wait for."""
+"""Asynchronous copies of host tensors to the device."""
 
 from __future__ import annotations
 

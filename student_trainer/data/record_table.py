@@ -36,10 +36,9 @@ _IRRELEVANT = {"path", "name", "split", "mix", "eval_path", "max_left_out"}
 
 
 def tokens_by_length(conversation: Conversation, max_tokens: int) -> int:
-    """Return a lower bound of the tokens of a conversation that its characters alone show to exceed
-    `max_tokens`, otherwise 0.
-
-    The tokenizer needs some 400 bytes a character, so it must not read a record of many megabytes.
+    """Return a lower bound of the number of tokens of a conversation, computed from its number of
+    characters, if the bound exceeds `max_tokens`; otherwise 0. Such a conversation is left out
+    without tokenization, which takes about 400 bytes of memory per character.
     """
     characters = conversation.characters
     is_too_long = characters > max(_MIN_CHARACTERS, _CHARACTERS_PER_TOKEN * max_tokens)

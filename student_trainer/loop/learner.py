@@ -37,7 +37,7 @@ class Watch(Protocol):
 
     @property
     def note(self) -> str:
-        """A few words for the phase of the job; "" if there is no fault."""
+        """A short text for the phase of the job; "" if there is no fault."""
 
     def see(self, step: int, metrics: Mapping[str, float]) -> None:
         """Check the metrics of `step`."""
@@ -69,7 +69,8 @@ class UpdateSums:
     """The sums of the metrics of an update.
 
     sums: (sum, number) of each metric in this process, on its device. totals: (sum, number) of the
-    metrics that the host knows, over all processes. weight: the sum of the weights of all answers.
+    metrics that are computed on the host, over all processes. weight: the sum of the weights of all
+    answers.
     """
 
     sums: Mapping[str, Tensor]

@@ -53,7 +53,7 @@ class RewardWatch:
 
     @property
     def note(self) -> str:
-        """A few words for the phase of the job; "" if there is no fault."""
+        """A short text for the phase of the job; "" if there is no fault."""
         if self._flat_since is None or self._last_flat_step - self._flat_since + 1 < _STEPS:
             return ""
         return f"all rewards equal since step {self._flat_since}"
@@ -189,7 +189,7 @@ class LearningWatch:
 
     @property
     def note(self) -> str:
-        """A few words for the phase of the job; "" if there is no fault."""
+        """A short text for the phase of the job; "" if there is no fault."""
         notes = [f"{self._cut_share:.0%} of answers cut"] if self._cut_share > _CUT_SHARE else []
         return ", ".join(notes + ["nothing learned: zero gradients"] * self._is_idle)
 

@@ -1,7 +1,8 @@
 """The keys of every job and of every training job, and the properties that other packages read.
 
-Other packages read properties of a job, such as the teacher that it needs, and never test its
-method. The class of a method overrides the defaults. Properties are not keys of the job file.
+Other packages read properties of a job, such as the teacher that it needs; they do not test which
+method the job has. The class of a method overrides the defaults. Properties are not keys of the job
+file.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ Extra: TypeAlias = tuple[str, str, str]
 
 
 class JobConfig(Table):
-    """The keys that all jobs have, and properties by which other modules tell jobs apart.
+    """The keys that all jobs have, and the properties by which other modules distinguish jobs.
 
     Subclasses add the keys of a method and override properties.
     """
@@ -289,7 +290,7 @@ class TrainingJob(JobConfig):
 
     @model_validator(mode="after")
     def _leaves_steps_open(self) -> Self:
-        """With `epochs`, the number of steps is 0 until the data are read."""
+        """With `epochs`, set the number of steps to 0: it is not known until the data are read."""
         if self.epochs is not None and "max_steps" not in self.model_fields_set:
             self.__dict__["max_steps"] = 0  # the table is frozen
         return self

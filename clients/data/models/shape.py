@@ -159,9 +159,8 @@ _CONTEXT_KEYS = (
 
 
 def context_of(model: str, revision: str | None = None) -> int | None:
-    """Return the largest number of tokens that a model reads, from its config.json.
-
-    `model`: a directory or a hub id. None: the file does not state it, or cannot be read. With
+    """Return the largest number of tokens that a model reads, from its config.json. `model`: a
+    directory or a hub id. None if the file does not contain the number, or cannot be read. With
     LongRoPE, the number up to which the rotary factors stay the same; see `rope_switch`. Raises
     Unavailable as `config_file` does.
     """
@@ -233,8 +232,8 @@ def rope_switch(config: Any) -> int | None:
     A model with LongRoPE (Ding et al., arXiv 2402.13753), such as Phi-3.5, has two sets of rotary
     factors; longer sequences use the long factors. transformers chooses the set for a whole batch
     by the longest sequence of the batch, vLLM by the longest sequence that vLLM accepts. `config`
-    is the text model's configuration of transformers. Returns None if the length changes nothing:
-    the model has no LongRoPE, or its two sets are equal.
+    is the text model's configuration of transformers. Returns None if the factors do not depend on
+    the length: the model has no LongRoPE, or its two sets are equal.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     layer_parameters = [value for value in parameters.values() if isinstance(value, Mapping)]

@@ -1,1 +1,1 @@
-"""How jobs show themselves: as text, as HTML of a notebook, as tables, and live."""
+"""The displays of jobs: text, HTML for a notebook, tables, and a live view."""

@@ -1,4 +1,4 @@
-"""JobDisplay: a job that shows itself as text, in a notebook, as curves and as a live view."""
+"""JobDisplay: displays a job as text, in a notebook, as curves and as a live view."""
 
 from __future__ import annotations
 
@@ -114,7 +114,9 @@ class JobDisplay(Job):
         return AnswerSamples(notes.samples_step, notes.samples)
 
     def preview(self) -> PreviewDisplay:
-        """Return what the job learns, token by token. Raises NotFound before its training."""
+        """Return the preview: the training data of the job, token by token. Raises NotFound if
+        training has not started.
+        """
         preview = self.record(with_notes=True).notes.preview
         if preview is None:
             hint = "wait for the first step, or use clients.preview(job)"
@@ -141,7 +143,7 @@ _Job = TypeVar("_Job", bound=JobDisplay)
 
 
 class JobList(list[_Job]):
-    """A list of jobs that shows itself as `distill ls` does."""
+    """A list of jobs that is displayed as the table of `distill ls`."""
 
     def compare(self, metric: str = "") -> Comparison:
         """Compare the jobs as they are now; see `compare`."""

@@ -15,7 +15,7 @@ class PlainLines:
     """Prints a line every 10 s, and for each evaluation and each change of state or attempt."""
 
     def __init__(self, progress: JobView, say: Callable[[str], None]) -> None:
-        """`say` prints a line."""
+        """`say`: a function that prints a line."""
         self._progress = progress
         self._say = say
         self._next_line_at = 0.0

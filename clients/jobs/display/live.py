@@ -1,4 +1,4 @@
-"""The live view of a job: an output of a notebook that changes, or lines."""
+"""The live view of a job: one notebook output that is updated, or lines of text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ReadRecord(Protocol):
 def show_job(
     job: Job, events: Iterator[JobEvent], read_record: ReadRecord, metrics: Sequence[str]
 ) -> None:
-    """Show a job until its events end. `metrics`: of the curves, as for `panels_of`."""
+    """Show a job until its events end. `metrics`: the metrics of the curves, as for `panels_of`."""
     view = JobView(job.id, max_steps=job.max_steps)
     if not _in_notebook():
         lines = PlainLines(view, lambda line: print(line, flush=True))
@@ -48,7 +48,7 @@ def show_job(
 
 
 class NotebookBlock:
-    """One output of a notebook that is drawn again as the job goes on."""
+    """One output of a notebook that is drawn again while the job runs."""
 
     def __init__(
         self, job: Job, view: JobView, read_record: ReadRecord, metrics: Sequence[str]

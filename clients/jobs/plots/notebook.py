@@ -90,7 +90,9 @@ def values_markup(values: Mapping[str, Any]) -> str:
 
 
 def _summarize(job: Job) -> JobSummary | None:
-    """Return the summary, or None for a job of a list, and for one that a newer server has."""
+    """Return the summary of a job. None for a job in a list, which has no configuration, and for a
+    job that this version cannot read.
+    """
     try:
         return summary_of(parse_job(job.config_json)) if job.config_json else None
     except ValidationError:

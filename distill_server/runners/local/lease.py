@@ -1,4 +1,5 @@
-"""A bound for the life of a process that serves a server's jobs and outlives the server.
+"""The lease of a process that serves a server's jobs and outlives the server. At the end of the
+lease, the process ends.
 
 The server renews the lease whenever it polls the process. Without a server, the process is needed
 as long as trainers of the server run: each of them has a shim that touches its `heartbeat`.
@@ -20,7 +21,7 @@ class Lease:
     """Ends when neither the server nor a trainer has been seen for `seconds`.
 
     file: the file that the server touches. runs: the directory of the runs whose trainers count.
-    Compares times of files with each other only, so that changes of the clock end no lease.
+    Only times of files are compared with each other, so a change of the clock does not end a lease.
     """
 
     file: Path

@@ -123,7 +123,7 @@ class RayDriver:
         return True
 
     def _is_placed(self, group: Any, bundles: Sequence[Mapping[str, float]]) -> bool:
-        """Wait a moment for places; if there are none, write what is missing to waiting.json."""
+        """Wait briefly for places. Without places, write the missing resources to waiting.json."""
         waiting_file = self._directory / "waiting.json"
         if group.wait(_LOOK_SECONDS):
             with suppress(OSError):

@@ -1,8 +1,8 @@
 """Runs each attempt on a Ray cluster as one Ray job, which is started at most once.
 
-The driver of that job (`ray.driver`) and the server share only the run directory. A claim file
-there decides whether the attempt may start, waiting.json says why it does not, and exit.json holds
-its exit code. All other state comes from Ray.
+The driver of that job (`ray.driver`) and the server share only the run directory. In this
+directory, a claim file decides whether the attempt may start, waiting.json has the reason if it
+waits, and exit.json has its exit code. All other state comes from Ray.
 """
 
 from __future__ import annotations

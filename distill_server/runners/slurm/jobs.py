@@ -31,7 +31,7 @@ _ENDED = frozenset(
 
 @dataclass(frozen=True)
 class UnlistedJob:
-    """squeue answered and did not list the job; Slurm may know the job all the same."""
+    """squeue answered and did not list the job. Slurm may still know the job."""
 
 
 @dataclass(frozen=True)
