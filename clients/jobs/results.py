@@ -31,6 +31,9 @@ _LABELS = {
     "bytes": "stored",
 }
 
+# The metrics that compare jobs, and their standard errors.
+JUDGING_METRICS = tuple(name for metric in JUDGES for name in (metric, f"{metric}_stderr"))
+
 
 @dataclass(frozen=True)
 class Measurement:

@@ -149,7 +149,7 @@ class Pages:
 
         def read_table() -> Mapping[str, Any]:
             jobs = self.store.page(limit=_TABLE_JOBS, job_filter=job_filter)
-            return results_table(self.store, jobs)
+            return results_table(self.outcomes, jobs)
 
         return JSONResponse(await self.turns.run_query(read_table))
 

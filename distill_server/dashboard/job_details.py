@@ -19,7 +19,7 @@ from clients.config.summary import JobSummary, summary_of
 from clients.data.preview import MAX_BYTES, Preview, parse_preview
 from clients.jobs.job import TERMINAL, Job, JobEvent, JobState
 from clients.jobs.record import points_of
-from clients.jobs.results import verdict_of
+from clients.jobs.results import JUDGING_METRICS, verdict_of
 from clients.runs.directory import RunDirectory
 from distill_server.jobs.store import JobStore
 from protos.errors import NotFound
@@ -47,7 +47,7 @@ def details_of(store: JobStore, job: Job) -> dict[str, Any]:
     members = [store.job(member_id) for member_id in pipeline] if len(pipeline) > 1 else []
     return {
         "summary": summary and asdict(summary),
-        "verdict": verdict_of(job, points_of(store.evaluations(job.id))),
+        "verdict": verdict_of(job, points_of(store.evaluations(job.id, JUDGING_METRICS))),
         "pipeline": [
             {
                 "id": member.id,

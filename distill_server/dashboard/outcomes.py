@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 from clients.jobs.job import Job
 from clients.jobs.record import points_of
 from clients.jobs.results import (
+    JUDGING_METRICS,
+    Result,
     best_result,
     differing_labels,
-    judging_metric,
     progress_metric,
     result_of,
 )
-from clients.runs.best_step import sign_of
+from clients.runs.best_step import JUDGES, sign_of
 from distill_server.dashboard.job_details import read_summary
 from distill_server.jobs.store import JobStore
 
 _CURVE_POINTS = 32
-# A job that has not changed since the last page is not read again.
+# The outcomes of the jobs that were read last are kept.
 _MAX_JOBS = 2000
+
+
+@dataclass
+class _Evaluations:
+    """The results of a job by metric, from its events up to `seq` of one attempt."""
+
+    attempt: int = 0
+    seq: int = 0
+    results: Mapping[str, Result] = field(default_factory=dict)
 
 
 class Outcomes:
@@ -31,45 +41,55 @@ class Outcomes:
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
-        self._cached = lru_cache(_MAX_JOBS)(self._read)
+        self._evaluations = lru_cache(_MAX_JOBS)(lambda job_id: _Evaluations())
+        self._summaries = lru_cache(_MAX_JOBS)(self._read_summary)
+        self._points = lru_cache(_MAX_JOBS)(self._read_points)
 
     def describe(self, job: Job) -> dict[str, Any]:
         """Return `summary`, `result` and `held_out` of a job as a JSON record.
 
         `summary` is `STUDENT <- TEACHER, DATA`. `result` is the metric that measures the progress
-        of the job: its `metric`, `label`, newest `value`, and `curve`, up to 32 values over the
+        of the job: its `metric`, `label`, newest `value`, and `curve`, up to 33 values over the
         steps. `held_out` is the newest evaluation: its `metric`, `label`, `value`, `step`, and the
         value and step of the `best` one. Both are null if there is none.
         """
-        return self._cached(job.id, job.last_seq)
-
-    def _read(self, job_id: str, last_seq: int) -> dict[str, Any]:
-        job = self._store.job(job_id)
-        summary = read_summary(job)
         return {
-            "summary": "" if summary is None else str(summary),
-            "result": self._read_progress(job),
-            "held_out": self._read_evaluations(job),
+            "summary": self._summaries(job.id, job.max_steps),
+            "result": self._describe_progress(job),
+            "held_out": self._describe_evaluations(job),
         }
 
-    def _read_progress(self, job: Job) -> dict[str, Any] | None:
-        points = points_of(self._store.sampled_steps(job, _CURVE_POINTS))
+    def _read_summary(self, job_id: str, max_steps: int) -> str:
+        """Return the summary of a job. A job that is resumed with more steps has another."""
+        summary = read_summary(self._store.job(job_id))
+        return "" if summary is None else str(summary)
+
+    def _describe_progress(self, job: Job) -> dict[str, Any] | None:
+        # The curve is read again after each 1/32 of the events, and ends with the newest value.
+        interval = 1 << max(0, job.last_seq.bit_length() - 6)
+        points = self._points(job.id, job.last_seq - job.last_seq % interval)
         # The newest step may lack a metric that others have.
-        names = {name for point in points for name in point.metrics} | set(job.metrics)
+        names = {name for point in points for name in point} | set(job.metrics)
         if (progress := progress_metric(job.kind, names)) is None:
             return None
         metric, label = progress
-        curve = [point.metrics[metric] for point in points if metric in point.metrics]
-        value = job.metrics.get(metric, curve[-1] if curve else None)
-        return {"metric": metric, "label": label, "value": value, "curve": curve}
+        curve = [point[metric] for point in points if metric in point]
+        if metric in job.metrics and curve[-1:] != [job.metrics[metric]]:
+            curve.append(job.metrics[metric])
+        return {"metric": metric, "label": label, "value": curve[-1], "curve": curve}
 
-    def _read_evaluations(self, job: Job) -> dict[str, Any] | None:
-        points = points_of(self._store.evaluations(job.id))
-        metric = judging_metric([points])
-        result = result_of(job, points, metric)
-        if result.last is None or result.best is None:
+    def _read_points(self, job_id: str, last_seq: int) -> Sequence[Mapping[str, float]]:
+        job = replace(self._store.job(job_id), last_seq=last_seq)
+        return [point.metrics for point in points_of(self._store.sampled_steps(job, _CURVE_POINTS))]
+
+    def _describe_evaluations(self, job: Job) -> dict[str, Any] | None:
+        results = self.results(job)
+        metric = next((metric for metric in JUDGES if metric in results), "")
+        if not metric:
             return None
-        last, best = result.last, result.best
+        last, best = results[metric].last, results[metric].best
+        assert last is not None
+        assert best is not None
         return {
             "metric": metric,
             "label": metric.removeprefix("eval/")
@@ -80,8 +100,39 @@ class Outcomes:
             "best": {"value": best.value, "step": best.step},
         }
 
+    def results(self, job: Job) -> Mapping[str, Result]:
+        """Return the newest and the best value of each metric of JUDGES that the job has."""
+        known = self._evaluations(job.id)
+        if known.seq == job.last_seq and known.attempt == job.attempt:
+            return known.results
+        # A later attempt replaces the steps that it repeats, so all events are read again.
+        is_same_attempt = known.attempt == job.attempt
+        earlier = known.results if is_same_attempt else {}
+        after_seq = known.seq if is_same_attempt else 0
+        points = points_of(self._store.evaluations(job.id, JUDGING_METRICS, after_seq))
+        new_results = {metric: result_of(job, points, metric) for metric in JUDGES}
+        known.results = {
+            **earlier,
+            **{
+                metric: _join(metric, earlier.get(metric), result)
+                for metric, result in new_results.items()
+                if result.last is not None
+            },
+        }
+        known.attempt, known.seq = job.attempt, job.last_seq
+        return known.results
 
-def results_table(store: JobStore, jobs: Sequence[Job]) -> dict[str, Any]:
+
+def _join(metric: str, earlier: Result | None, later: Result) -> Result:
+    """Return the result of a job of which `later` has the newer evaluations."""
+    if earlier is None:
+        return later
+    sign = sign_of(metric)
+    measured = [best for best in (earlier.best, later.best) if best is not None]
+    return replace(later, best=max(measured, key=lambda best: (sign * best.value, best.step)))
+
+
+def results_table(outcomes: Outcomes, jobs: Sequence[Job]) -> dict[str, Any]:
     """Return the table that `distill table` prints for these jobs, as a JSON record.
 
     `metric` is the held-out metric, "" without evaluations; `labels` are the names of labels that
@@ -89,9 +140,12 @@ def results_table(store: JobStore, jobs: Sequence[Job]) -> dict[str, Any]:
     value: `id`, `name`, `state`, `step`, `max_steps`, `labels`, `last` and `best` (`value`,
     `step`, `stderr`; null if not measured), and `is_best`.
     """
-    points = [points_of(store.evaluations(job.id)) for job in jobs]
-    metric = judging_metric(points)
-    results = [result_of(job, of_job, metric) for job, of_job in zip(jobs, points, strict=True)]
+    by_metric = [outcomes.results(job) for job in jobs]
+    metric = next((name for name in JUDGES if any(name in of_job for of_job in by_metric)), "")
+    results = [
+        replace(of_job[metric], job=job) if metric in of_job else Result(job, None, None)
+        for job, of_job in zip(jobs, by_metric, strict=True)
+    ]
     best = best_result(results, metric)
     sign = sign_of(metric)
     results.sort(key=lambda result: -sign * result.best.value if result.best else math.inf)

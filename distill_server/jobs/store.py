@@ -318,14 +318,30 @@ class JobStore:
         )
         return [JobEvent(**parse_row(row)) for row in rows]
 
-    def evaluations(self, job_id: str) -> Sequence[JobEvent]:
-        """Return the events of a job that have metrics of an evaluation, in order of `seq`."""
+    def evaluations(
+        self, job_id: str, metrics: Sequence[str], after_seq: int = 0
+    ) -> Sequence[JobEvent]:
+        """Return the events with `seq` above `after_seq` that have one of these metrics, in order.
+
+        The events have no other metrics: SQLite extracts the values, so that the time does not
+        depend on the number of metrics.
+        """
+        columns = _EVENT_FIELDS.removesuffix("metrics")
+        values = ", ".join("?, json_extract(metrics, ?)" for _ in metrics)
         rows = self._db.execute(
-            f"SELECT {_EVENT_FIELDS} FROM events"
-            " WHERE job_id = ? AND instr(metrics, '\"eval/') ORDER BY seq",
-            (job_id,),
+            f"SELECT {columns} json_object({values}) AS metrics FROM events"
+            " WHERE job_id = ? AND seq > ? AND instr(metrics, '\"eval/') ORDER BY seq",
+            (*(text for name in metrics for text in (name, f'$."{name}"')), job_id, after_seq),
         )
-        return [JobEvent(**parse_row(row)) for row in rows]
+        events = []
+        for row in rows:
+            fields = parse_row(row)
+            fields["metrics"] = {
+                name: value for name, value in fields["metrics"].items() if value is not None
+            }
+            if fields["metrics"]:
+                events.append(JobEvent(**fields))
+        return events
 
     def sampled_steps(self, job: Job, count: int) -> Sequence[JobEvent]:
         """Return up to `count` events of steps, evenly spaced over the events of a job."""

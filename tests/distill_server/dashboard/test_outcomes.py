@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from clients.jobs.results import progress_metric
 from distill_server.dashboard.outcomes import Outcomes, results_table
 from distill_server.jobs.database import open_database
 from distill_server.jobs.rows import JobFilter, ListOrder
-from distill_server.jobs.store import Change, JobStore, NewJob
+from distill_server.jobs.store import Attempt, Change, JobStore, NewJob
 from protos.errors import InvalidInput
 from tests.distill_server.conftest import job_config
 
@@ -116,7 +117,7 @@ def test_the_table_of_a_sweep(store: JobStore) -> None:
         for step, kl in enumerate(kls, 3):
             store.change(name, Change(step=step, metrics={"eval/kl": kl}))
     add_job(store, "other", 2)
-    table = results_table(store, store.page(limit=9, job_filter=JobFilter("sweep=x")))
+    table = results_table(Outcomes(store), store.page(limit=9, job_filter=JobFilter("sweep=x")))
     assert (table["metric"], table["labels"]) == ("eval/kl", ["seed"])
     rows = table["rows"]
     assert [(row["id"], row["is_best"]) for row in rows] == [
@@ -125,4 +126,43 @@ def test_the_table_of_a_sweep(store: JobStore) -> None:
     assert rows[0]["best"] == {"value": 1.0, "step": 3, "stderr": None}
     assert rows[0]["last"]["value"] == 1.5
     assert (rows[2]["best"], rows[2]["last"]) == (None, None)
-    assert results_table(store, [])["rows"] == []
+    assert results_table(Outcomes(store), [])["rows"] == []
+
+
+def test_new_evaluations_are_added_to_those_that_were_read(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oracle reads all events. A read costs the new events only, except after a retry."""
+    add_job(store, "grows", 2, labels={"seed": "1"})
+    outcomes, noise, counts = Outcomes(store), random.Random(0), []
+    read = store.evaluations
+
+    def count_events(*parameters: Any) -> Any:
+        events = read(*parameters)
+        counts.append(len(events))
+        return events
+
+    attempt = 1
+    for step in (*range(3, 90), *range(40, 70)):
+        if step == 40 and attempt == 1 and store.job("grows").step == 89:
+            attempt = 2
+            store.queue_again(
+                "grows", Attempt(2), Change(state=JobState.QUEUED, reason="died"), at_end=False
+            )
+            store.change("grows", Change(state=JobState.PREPARING), Change(state=JobState.RUNNING))
+        metrics = {"loss": 1.0, "eval/other": 1.0}
+        if step % 3 == 0:
+            metrics |= {"eval/kl": noise.choice((1.0, 2.0, 3.0)), "eval/kl_stderr": 0.1}
+        if step % 10 == 0:
+            metrics["eval/cross_entropy"] = noise.random()
+        store.change("grows", Change(step=step, metrics=metrics))
+        job = store.job("grows")
+        expected = (Outcomes(store).describe(job), results_table(Outcomes(store), [job]))
+        monkeypatch.setattr(store, "evaluations", count_events)
+        assert (outcomes.describe(job)["held_out"], results_table(outcomes, [job])) == (
+            expected[0]["held_out"],
+            expected[1],
+        )
+        monkeypatch.undo()
+    assert len(counts) == 117, "one read for each step"
+    assert sorted(counts)[-2] <= 1, counts
