@@ -305,10 +305,15 @@ class Scheduler:
             job.attempt,
             self._metrics_tail(job, run),
             is_stopping=is_cancelling or self._is_stopping,
+            is_cancel=is_cancelling,
         )
         observation = await self._call_files(job, poll)
         self.store_late_cancels()
         job = self._store.job(job.id)  # a user may have cancelled the job meanwhile
+        control = observation.control
+        if control.cancelled_attempt == job.attempt and job.state is not JobState.CANCELLING:
+            # The cancel could not be stored, and the server has restarted since.
+            job = self._store.change(job.id, Change(JobState.CANCELLING))
         runner_phase = observation.outcome.phase if isinstance(observation.outcome, Running) else ""
         changes = progress_changes(job, observation.status, observation.points, runner_phase)
         if changes:
@@ -316,11 +321,10 @@ class Scheduler:
             failpoint("progress-stored")
         if isinstance(observation.outcome, Running):
             if is_cancelling:
-                await self._kill_after_grace(job, run, observation.stop)
+                await self._kill_after_grace(job, run, control.stop)
             return
         step = self._newest_step(job, observation.status)
-        status, outcome, stop = observation.status, observation.outcome, observation.stop
-        match verdict_of(job.state, step, status, outcome, stop):
+        match verdict_of(job.state, step, observation.status, observation.outcome, control.stop):
             case JobEnded() as verdict:
                 self._end_job(job, verdict, step)
             case DeadAttempt() as verdict:

@@ -75,9 +75,14 @@ class Status:
 
 @dataclass(frozen=True)
 class Control:
-    """A request of the owner. "checkpoint": stop after a checkpoint; "now": stop immediately."""
+    """A request of the owner. "checkpoint": stop after a checkpoint; "now": stop immediately.
+
+    `cancelled_attempt`: the attempt that a user has cancelled; 0 if the owner itself requests the
+    stop. The file stays, so a request for an earlier attempt is no request for the next one.
+    """
 
     stop: Literal["", "checkpoint", "now"] = ""
+    cancelled_attempt: int = 0
 
 
 # Files and directories that a report needs besides the metrics. They are small, and readable while

@@ -413,7 +413,8 @@ class JobControl:
         """Request a stop: by control.json or, if that cannot be written, by SIGTERM."""
         run = RunDirectory(self._runs / job.id)
         try:
-            await self._files.call(partial(request_stop, run, now=now))
+            request = partial(request_stop, run, now=now, cancelled_attempt=job.attempt)
+            await self._files.call(request)
         except OSError as error:  # also Unavailable: the run directory does not answer
             log.warning("job %s: cannot write control.json, sending SIGTERM: %s", job.id, error)
             # The scheduler repeats the signal, so its failure is not an error of the request.

@@ -7,7 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from clients.data.outside import open_regular
@@ -55,54 +55,69 @@ def progress_changes(
 class Observation:
     """The state of an attempt. `points` are the steps since the last observation.
 
-    `stop` is the request in control.json, if the trainer is to stop or has ended. `log_end` holds
-    the last lines of the log, if the attempt has ended.
+    `control` is the content of control.json. `log_end` holds the last lines of the log, if the
+    attempt has ended.
     """
 
     outcome: Outcome
     status: Status | None
     points: Sequence[Point]
-    stop: str = ""
+    control: Control = field(default_factory=Control)
     log_end: str = ""
 
 
 def observe(
-    runner: Runner, run: RunDirectory, attempt: int, tail: MetricsTail, *, is_stopping: bool
+    runner: Runner,
+    run: RunDirectory,
+    attempt: int,
+    tail: MetricsTail,
+    *,
+    is_stopping: bool,
+    is_cancel: bool,
 ) -> Observation:
     """Poll the runner, then read the files: if the attempt has ended, the files are complete.
 
-    If the trainer is to stop and control.json has no request for it, the request is written.
+    If the trainer is to stop (`is_stopping`; `is_cancel`: because a user has cancelled the job)
+    and control.json has no request for it, the request is written.
     """
     outcome = runner.poll(run, attempt)
     status = status_of(run, attempt)
     if isinstance(outcome, Running):
-        stop = _repeat_stop_request(runner, run, attempt) if is_stopping else ""
-        return Observation(outcome, status, tail.read(), stop)
+        control = run.read_control()
+        if is_stopping and not control.stop:
+            _repeat_stop_request(runner, run, attempt, is_cancel=is_cancel)
+        return Observation(outcome, status, tail.read(), control)
     log_end = _last_lines(run.log_file(attempt))
-    return Observation(outcome, status, tail.read_all(), run.read_control().stop, log_end)
+    return Observation(outcome, status, tail.read_all(), run.read_control(), log_end)
 
 
-def request_stop(run: RunDirectory, *, now: bool) -> None:
-    """Write the request to stop to control.json. Raises OSError if that fails."""
+def request_stop(run: RunDirectory, *, now: bool, cancelled_attempt: int = 0) -> None:
+    """Write the request to stop to control.json. Raises OSError if that fails.
+
+    `cancelled_attempt`: the attempt that a user has cancelled; 0 if the server stops the trainer.
+    """
     if not run.path.is_dir():
         # The directory was removed by hand. The scheduler kills the trainer after a grace period.
         return
-    # Never change "now" back to "checkpoint": the trainer may already be stopping.
     with _CONTROL_LOCKS[str(run.path)]:
-        if now or run.read_control().stop != "now":
-            run.write_control(Control("now" if now else "checkpoint"))
+        earlier = run.read_control()
+        # Never change "now" back to "checkpoint": the trainer may already be stopping.
+        is_now = now or earlier.stop == "now"
+        cancelled_attempt = cancelled_attempt or earlier.cancelled_attempt
+        control = Control("now" if is_now else "checkpoint", cancelled_attempt)
+        if control != earlier:
+            run.write_control(control)
 
 
-def _repeat_stop_request(runner: Runner, run: RunDirectory, attempt: int) -> str:
-    """Return the request in control.json; if there is none, repeat it, or send a signal."""
-    stop = run.read_control().stop
-    if not stop:
-        try:
-            request_stop(run, now=False)
-        except OSError:
-            with suppress(OSError):
-                runner.stop(run, attempt, now=False)
-    return stop
+def _repeat_stop_request(
+    runner: Runner, run: RunDirectory, attempt: int, *, is_cancel: bool
+) -> None:
+    """Write the request to stop again; send a signal if it cannot be written."""
+    try:
+        request_stop(run, now=False, cancelled_attempt=attempt if is_cancel else 0)
+    except OSError:
+        with suppress(OSError):
+            runner.stop(run, attempt, now=False)
 
 
 def _last_lines(path: Path) -> str:

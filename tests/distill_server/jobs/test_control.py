@@ -20,8 +20,12 @@ from distill_server.jobs.database import open_database
 from distill_server.jobs.new_runs import settle_new_runs, unnamed_run
 from distill_server.jobs.store import Change, JobStore
 from distill_server.rpc.encode import decode_state
+from distill_server.runners.interface import Exited
+from distill_server.runners.machine import Machine, Share
+from distill_server.scheduler import Policy
 from protos.errors import InvalidInput, NotFound, Unavailable
 from tests.distill_server.conftest import job_config
+from tests.distill_server.scripted_runner import small_server
 
 
 @pytest.fixture
@@ -154,7 +158,7 @@ def test_wishes_that_cannot_be_read(
     (run.path / "control.json").write_text(nonsense)
     assert run.read_control() == Control()
     assert asyncio.run(control.cancel(job_id, now=False)).state is JobState.CANCELLING
-    assert run.read_control() == Control("checkpoint")
+    assert run.read_control() == Control("checkpoint", cancelled_attempt=1)
 
 
 def test_files_that_are_gone(
@@ -222,7 +226,8 @@ def test_a_running_job_is_cancelled_on_a_full_disk(
     store.change(job_id, Change(JobState.PREPARING), Change(JobState.RUNNING))
     connection.execute("PRAGMA query_only = ON")  # as on a full disk
     assert asyncio.run(control.cancel(job_id, now=False)).state is JobState.CANCELLING
-    assert RunDirectory(tmp_path / "runs" / job_id).read_control() == Control("checkpoint")
+    run = RunDirectory(tmp_path / "runs" / job_id)
+    assert run.read_control() == Control("checkpoint", cancelled_attempt=1)
     assert store.job(job_id).state is JobState.RUNNING
     with pytest.raises(Unavailable):
         control.store_late_cancels()
@@ -231,6 +236,34 @@ def test_a_running_job_is_cancelled_on_a_full_disk(
     assert store.job(job_id).state is JobState.CANCELLING
     control.store_late_cancels()
     assert store.events(job_id, 0, 100)[-1].state is JobState.CANCELLING
+
+
+def test_a_cancel_on_a_full_disk_outlives_the_server(tmp_path: Path) -> None:
+    """Also if the trainer has ended when the next server starts; a resumed job is not cancelled."""
+    with small_server(tmp_path, Policy(Machine(slots=2))) as server:
+        running, ended = (server.submit_checked(job_config(name)).id for name in ("a", "b"))
+        server.look()
+        for job_id in (running, ended):
+            server.store.change(job_id, Change(JobState.RUNNING))
+        server.store._db.execute("PRAGMA query_only = ON")  # as on a full disk
+        for job_id in (running, ended):
+            assert server.cancel(job_id, now=False).state is JobState.CANCELLING
+        server.close()
+        server.runner.say(tmp_path, ended, "cancelled")
+        server.runner.end(ended, Exited(0))
+        server.start()
+        server.look()
+        assert server.store.job(running).state is JobState.CANCELLING
+        assert server.store.job(ended).state is JobState.CANCELLED
+        server.control.resume(ended, max_steps=0, from_step=0)
+        # The server dies before the new attempt has its files.
+        server.store.begin_attempt(
+            server.store.job(ended), Share(1), Change(JobState.PREPARING), teacher=""
+        )
+        server.close()
+        server.start()
+        server.look()
+        assert server.store.job(ended).state is JobState.QUEUED
 
 
 def test_directories_that_a_killed_server_has_left(
