@@ -33,7 +33,8 @@ NAME = ".uploads"
 UNUSED_SECONDS = 24 * 3600.0
 # Free space that uploads leave to the jobs and the database.
 _RESERVED_BYTES = 1 << 30
-# Disk space is kept for an incomplete file until no client has sent or requested it for this time.
+# Disk space is kept for the incomplete files of an upload until no client has sent one of them, or
+# requested the upload, for this time.
 _IDLE_SECONDS = 600.0
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NAMED_UPLOAD = re.compile(rf"/{re.escape(NAME)}/({_SHA256.pattern})/")
@@ -57,14 +58,21 @@ class MissingPart:
 
 
 @dataclass
+class _Activity:
+    """The time (`time.monotonic`) of the last request for an upload, or part of its files."""
+
+    time: float
+
+
+@dataclass
 class _ExpectedFile:
     """A file that a client has announced. The thread that writes to it holds `lock`.
 
-    `used_at` is the time (`time.monotonic`) of the last request or part of a client.
+    `activities` are those of the unfinished uploads with the file, by their digests.
     """
 
     size: int
-    used_at: float = field(default_factory=time.monotonic)
+    activities: dict[str, _Activity] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -99,7 +107,7 @@ class Uploads:
             if not missing_sizes:
                 self._link_upload(files, upload)
                 return path, []
-            self._expect_files(missing_sizes)
+            self._expect_files(upload.name, missing_sizes)
             offsets = {
                 sha256: self._count_arrived(sha256, size) for sha256, size in missing_sizes.items()
             }
@@ -117,7 +125,8 @@ class Uploads:
             if _SHA256.fullmatch(sha256) and (self._files / sha256).exists():
                 return  # another client has sent it
             raise _make_begin_again()
-        expected_file.used_at = time.monotonic()
+        for activity in list(expected_file.activities.values()):
+            activity.time = time.monotonic()
         with expected_file.lock, _full_disk_errors():
             if not (self._files / sha256).exists():
                 self._write_part(sha256, offset, chunk, expected_file.size)
@@ -214,14 +223,18 @@ class Uploads:
         partial_upload.rename(upload)
         fsync_directory(self._root)
 
-    def _expect_files(self, sizes: Mapping[str, int]) -> None:
-        """Reserve disk space for files, and accept their parts; the caller holds `_lock`.
+    def _expect_files(self, upload_digest: str, sizes: Mapping[str, int]) -> None:
+        """Reserve disk space for the files of an upload, and accept their parts.
+
+        The files share one activity, because a client sends them one after the other. The caller
+        holds `_lock`.
 
         Raises WrongState if these files and those of other uploads in progress do not fit.
         """
         cutoff = time.monotonic() - _IDLE_SECONDS
         for sha256, file in list(self._expected_files.items()):
-            if file.used_at < cutoff and not file.lock.locked():
+            is_idle = all(activity.time < cutoff for activity in list(file.activities.values()))
+            if is_idle and not file.lock.locked():
                 self._expected_files.pop(sha256, None)
         other_sizes = {
             sha256: file.size
@@ -237,9 +250,11 @@ class Uploads:
                 f" has {free_bytes / 1e9:.3g} GB free",
                 hint="free disk space on the server, or use files that the server has",
             )
+        activity = _Activity(time.monotonic())
         for sha256, size in sizes.items():
             file = self._expected_files.setdefault(sha256, _ExpectedFile(size))
-            file.size, file.used_at = size, time.monotonic()
+            file.size = size
+            file.activities[upload_digest] = activity
 
 
 def named_uploads(connection: sqlite3.Connection) -> set[str]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -209,6 +210,28 @@ def test_uploads_in_progress_share_the_free_space(
     uploads.begin([upload_file("d", b"d" * 601)])
     with pytest.raises(Unavailable, match="start the upload again"):
         uploads.receive(digest(b"c"), 0, b"c")
+
+
+def test_files_keep_their_place_until_their_turn(
+    uploads: Uploads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first file of an upload takes longer than the time without activity."""
+    clock = Mock(return_value=0.0)
+    monkeypatch.setattr("time.monotonic", clock)
+    first, second, other = (digest(content) for content in (CONTENT, b"second", b"other"))
+    uploads.begin([upload_file("m/a"), upload_file("m/b", b"second")])
+    uploads.begin([upload_file("n/a"), upload_file("n/b", b"other")])  # and is silent afterwards
+    for n in range(4):
+        clock.return_value += 400
+        uploads.receive(first, 250 * n, CONTENT[250 * n : 250 * n + 250])
+        uploads.begin([upload_file("c", b"c")])  # drops the files of silent clients
+    clock.return_value += 400
+    uploads.begin([upload_file("c", b"c")])
+    uploads.receive(second, 0, b"second")
+    clock.return_value += 1000
+    uploads.begin([upload_file("c", b"c")])
+    with pytest.raises(Unavailable, match="start the upload again"):
+        uploads.receive(other, 0, b"other")
 
 
 def test_a_disk_that_becomes_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
