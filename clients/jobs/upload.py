@@ -106,6 +106,7 @@ class Uploader:
         self._connection = connection
         self._stub = stub
         self._report = report
+        self._is_connected = False
         self._digests: dict[Path, str] = {}
         self._paths: dict[tuple[Path, ...], str] = {}
 
@@ -136,8 +137,9 @@ class Uploader:
             return path
 
         try:
-            # Outside of `resuming`: a server that cannot be reached at all is an error at once.
-            path = begin()
+            # A server that cannot be reached at all is an error at once.
+            path = self._connection.resuming(begin, lambda: 0) if self._is_connected else begin()
+            self._is_connected = True
             self._report(replace(upload.progress, begins=True))
             return path or self._connection.resuming(work, lambda: upload.server_bytes)
         except (InvalidInput, WrongState, Corrupt) as error:

@@ -10,6 +10,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
@@ -18,6 +19,7 @@ import pytest
 
 from clients.config.tables.data import DataConfig
 from clients.jobs.client import DistillClient
+from clients.jobs.upload import UploadProgress
 from distill_server.uploads import MissingPart, UploadFile, Uploads, named_uploads
 from protos.errors import Corrupt, InvalidInput, Unavailable, WrongState
 from tests.distill_server.conftest import Server, job_config
@@ -288,6 +290,33 @@ def test_what_is_asked_for_again_stays_for_another_day(uploads: Uploads, tmp_pat
     uploads.collect(set(), cutoff=time.time() - 60)
     assert path.exists()
     assert uploads.begin(pair)[1] == [MissingPart(digest(b"c"), 0)]
+
+
+def test_a_server_that_restarts_between_two_files(
+    make_server: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For longer than the retry of a single call waits."""
+    monkeypatch.setattr("clients.jobs.connection._RESTART_SECONDS", 0.01)
+    for name in ("train.jsonl", "test.jsonl"):
+        (tmp_path / name).write_text(f'{{"prompt": "{name}", "answer": "b"}}\n')
+    server, is_killed = make_server(), threading.Event()
+    data = DataConfig(path=str(tmp_path / "train.jsonl"), eval_path=str(tmp_path / "test.jsonl"))
+    config = job_config().model_copy(update={"data": data})
+
+    def kill_server(progress: UploadProgress) -> None:
+        if progress.key == "data.path":
+            server.kill()
+            is_killed.set()
+
+    with DistillClient(server.address) as client, ThreadPoolExecutor() as pool:
+        client.upload([config.model_copy(update={"data": DataConfig(path=data.path)})])
+        upload = pool.submit(client.upload, [config], kill_server)
+        assert is_killed.wait(60)
+        server.start()
+        (ready,) = upload.result(60)
+    assert ready.data is not None
+    assert ready.data.eval_path is not None
+    assert Path(ready.data.eval_path).read_bytes() == (tmp_path / "test.jsonl").read_bytes()
 
 
 def test_a_job_holds_what_it_names(make_server: Callable[..., Server], tmp_path: Path) -> None:
