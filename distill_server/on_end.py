@@ -14,9 +14,9 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import asdict
+from dataclasses import replace
 
-from clients.jobs.job import TERMINAL, Job
+from clients.jobs.job import TERMINAL, Job, facts_of
 from protos.errors import InvalidInput
 
 log = logging.getLogger(__name__)
@@ -76,8 +76,8 @@ class EndCommand:
                 log.warning("--on-end: job %s: the command cannot run: %s", job.id, error)
 
     def _run_command(self, job: Job) -> None:
-        record = asdict(job)
-        del record["config_json"], record["checkpoints"]
+        record = facts_of(replace(job, config_json=""))
+        del record["dependencies"]
         process = subprocess.Popen(
             self._words, stdin=subprocess.PIPE, stdout=sys.stderr, start_new_session=True
         )

@@ -109,6 +109,7 @@ class Job(_message.Message):
     PINNED_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    DEPENDENCIES_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     name: _builtins.str
     kind: _builtins.str
@@ -146,6 +147,10 @@ class Job(_message.Message):
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """of the job's configuration"""
 
+    @_builtins.property
+    def dependencies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """ids of the jobs that must succeed before this job starts"""
+
     def __init__(
         self,
         *,
@@ -168,10 +173,11 @@ class Job(_message.Message):
         pinned: _builtins.bool = ...,
         owner: _builtins.str = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        dependencies: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checkpoints", b"checkpoints", "config_json", b"config_json", "created_at", b"created_at", "ended_at", b"ended_at", "id", b"id", "kind", b"kind", "labels", b"labels", "last_seq", b"last_seq", "max_steps", b"max_steps", "metrics", b"metrics", "name", b"name", "owner", b"owner", "phase", b"phase", "pinned", b"pinned", "reason", b"reason", "started_at", b"started_at", "state", b"state", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checkpoints", b"checkpoints", "config_json", b"config_json", "created_at", b"created_at", "dependencies", b"dependencies", "ended_at", b"ended_at", "id", b"id", "kind", b"kind", "labels", b"labels", "last_seq", b"last_seq", "max_steps", b"max_steps", "metrics", b"metrics", "name", b"name", "owner", b"owner", "phase", b"phase", "pinned", b"pinned", "reason", b"reason", "started_at", b"started_at", "state", b"state", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

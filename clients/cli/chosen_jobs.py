@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from clients.cli.completion import complete_label
 from clients.jobs.job import TERMINAL, Job, JobState
 from protos.errors import InvalidInput
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 RESUMABLE = frozenset({JobState.FAILED, JobState.CANCELLED})
 CANCELLABLE = frozenset(JobState) - TERMINAL - {JobState.CANCELLING}
-_MAX_JOBS = 1_000_000
+MAX_JOBS = 1_000_000
 _SECONDS = {"m": 60, "h": 3600, "d": 24 * 3600}
 _TIME = re.compile(r"(\d{1,6})([mhd])")
 
@@ -38,7 +39,7 @@ def jobs_in(
     """
     jobs = client.list(
         state=states,
-        limit=_MAX_JOBS,
+        limit=MAX_JOBS,
         mine=own_only,
         labels=labels,
         older_than_seconds=older_than_seconds,
@@ -72,7 +73,12 @@ OlderThanOption = Annotated[
 MineOption = Annotated[bool, typer.Option("--mine", help="Only jobs of the owner of your token.")]
 LabelOption = Annotated[
     list[str] | None,
-    typer.Option("--label", metavar="NAME=VALUE", help="Only jobs with this label. Repeatable."),
+    typer.Option(
+        "--label",
+        metavar="NAME=VALUE",
+        help="Only jobs with this label. Repeatable.",
+        autocompletion=complete_label,
+    ),
 ]
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from protos.errors import DistillError
+from protos.program.logs import escape_controls
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,7 +54,7 @@ class Output:
     def say(self, sentence: str) -> None:
         """Print a message to stderr, unless `quiet`."""
         if not self.quiet:
-            print(sentence, file=sys.stderr, flush=True)
+            print(escape_controls(sentence), file=sys.stderr, flush=True)
 
     def detail(self, sentence: str) -> None:
         """Print a message to stderr if `verbose`."""
@@ -73,7 +74,7 @@ class Output:
             return
         red = self.color and sys.stderr.isatty()
         label = "\033[1;31merror:\033[0m" if red else "error:"
-        print(f"{label} {error}", file=sys.stderr)
+        print(f"{label} {escape_controls(str(error))}", file=sys.stderr)
 
     @property
     def live(self) -> bool:

@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from clients.cli.completion import complete_job, complete_key
 from clients.cli.output import Output
-from protos.errors import DistillError, InvalidInput
+from protos.errors import InvalidInput
 
 if TYPE_CHECKING:
     from clients.jobs.client import DistillClient
 
 DEFAULT_SERVER = "localhost:50051"
-# The user waits at the prompt: after this time return no ids.
-_SECONDS = 0.5
-_MAX_JOBS = 200
-
-
-def complete_job(context: typer.Context, incomplete: str) -> list[str]:
-    """Return "@last" and the server's job ids that start with `incomplete`, newest first.
-
-    Considers the 200 newest jobs. Returns an empty list if the server does not answer within 0.5 s.
-    """
-    from clients.jobs.client import DistillClient
-
-    names = ["@last"]
-    server = context.find_root().params["server"]
-    with suppress(DistillError), DistillClient(server, timeout=_SECONDS) as client:
-        names += [job.id for job in client.list(limit=_MAX_JOBS)]
-    return [name for name in names if name.startswith(incomplete)]
-
 
 JobFileArgument = Annotated[str, typer.Argument(metavar="JOB.toml", help="Job file, TOML or YAML.")]
 JobArgument = Annotated[
@@ -54,7 +36,10 @@ JobsArgument = Annotated[
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override one key of the job file. Repeatable."
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override one key of the job file. Repeatable.",
+        autocompletion=complete_key,
     ),
 ]
 NameOption = Annotated[

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from enum import StrEnum
+from typing import Any
 
 
 class JobState(StrEnum):
@@ -67,6 +70,8 @@ class Job:
     job that is `pinned` is protected from removal. `owner` is the owner of the token that submitted
     the job, or "". `labels` are the labels in the job file. `config_json` and `checkpoints` (steps
     of existing checkpoints, ascending) are only set by DistillClient.get and by `record_of_run`.
+    `dependencies`, only set by DistillClient, are the ids of the jobs that must succeed before this
+    job starts.
     """
 
     id: str
@@ -88,6 +93,7 @@ class Job:
     pinned: bool = False
     owner: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
+    dependencies: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,27 @@ class JobEvent:
     step: int
     max_steps: int
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def facts_of(job: Job) -> dict[str, Any]:
+    """Return a job as a JSON object, with times as texts (see `format_time`).
+
+    `checkpoints` and `config` are absent if the job has no `config_json`, as the jobs of a list.
+    """
+    record = asdict(job)
+    config, checkpoints = record.pop("config_json"), record.pop("checkpoints")
+    for name in ("created_at", "started_at", "ended_at"):
+        record[name] = format_time(record[name])
+    return (
+        {**record, "checkpoints": checkpoints, "config": json.loads(config)} if config else record
+    )
+
+
+def format_time(moment: float) -> str | None:
+    """Return a Unix time in ISO 8601, UTC, such as `2026-03-01T12:00:00.250Z`; None for 0."""
+    if not moment:
+        return None
+    return datetime.fromtimestamp(moment, UTC).isoformat(timespec="milliseconds")[:-6] + "Z"
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ def values_of(job: pb.Job) -> dict[str, Any]:
         "pinned": job.pinned,
         "owner": job.owner,
         "labels": dict(job.labels),
+        "dependencies": tuple(job.dependencies),
     }
 
 

@@ -19,7 +19,7 @@ def job_record(job: Job, *, with_config: bool = False) -> dict[str, Any]:
     """Return a job as a JSON record; `with_config` adds the configuration as an object."""
     record = asdict(job)
     config = json.loads(record.pop("config_json"))
-    del record["checkpoints"]
+    del record["checkpoints"], record["dependencies"]
     return {**record, "config": config} if with_config else record
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,18 @@ class Dependencies:
             "INSERT INTO dependencies VALUES (?, ?)",
             [(job_id, dependency) for dependency in dependencies],
         )
+
+    def read(self, job_ids: Sequence[str]) -> Mapping[str, Sequence[str]]:
+        """Return the ids of the dependencies of these jobs, by the id of a job that has some."""
+        rows = self._db.execute(
+            "SELECT job_id, before_id FROM dependencies"
+            " WHERE job_id IN (SELECT value FROM json_each(?)) ORDER BY job_id, before_id",
+            (json.dumps(job_ids),),
+        )
+        dependencies: dict[str, list[str]] = {}
+        for job_id, before_id in rows:
+            dependencies.setdefault(job_id, []).append(before_id)
+        return dependencies
 
     def explain_failure(self, job_id: str) -> str:
         """Return which failed dependency prevents the start of the job; "" if there is none."""

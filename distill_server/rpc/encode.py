@@ -13,8 +13,11 @@ from protos.auth.access import Caller
 from protos.errors import InvalidInput
 
 
-def encode_job(job: Job, *, with_config: bool = False, checkpoints: Sequence[int] = ()) -> pb.Job:
-    """Convert a job. `config_json` stays empty unless `with_config`, to keep listings small."""
+def encode_job(job: Job, dependencies: Sequence[str] = ()) -> pb.Job:
+    """Convert a job, without `config_json` and `checkpoints`, to keep listings small.
+
+    `dependencies` are the ids of the jobs that must succeed before the job starts.
+    """
     return pb.Job(
         id=job.id,
         name=job.name,
@@ -29,12 +32,11 @@ def encode_job(job: Job, *, with_config: bool = False, checkpoints: Sequence[int
         created_at=job.created_at,
         started_at=job.started_at,
         ended_at=job.ended_at,
-        config_json=job.config_json if with_config else "",
         last_seq=job.last_seq,
-        checkpoints=checkpoints,
         pinned=job.pinned,
         owner=job.owner,
         labels=job.labels,
+        dependencies=dependencies,
     )
 
 

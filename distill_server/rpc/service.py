@@ -98,7 +98,8 @@ class DistillService(distill_pb2_grpc.DistillServicer):
     async def SubmitJob(self, request: pb.SubmitJobRequest, context: _Context) -> pb.Job:
         """Check and queue a job; a repeated idempotency key returns the job of its first use."""
         owner = self.caller(context).owner
-        return encode_job(await self._control.submit_checked(*_read_submission(request), owner))
+        job = await self._control.submit_checked(*_read_submission(request), owner)
+        return self._encode_jobs([job])[0]
 
     async def CheckJob(self, request: pb.CheckJobRequest, context: _Context) -> pb.CheckJobResponse:
         """Check a job as SubmitJob does, without queueing it."""
@@ -117,7 +118,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         jobs = await self._control.submit_all(
             [_read_submission(job) for job in request.jobs], owner
         )
-        return pb.SubmitJobsResponse(jobs=[encode_job(job) for job in jobs])
+        return pb.SubmitJobsResponse(jobs=self._encode_jobs(jobs))
 
     async def GetJob(self, request: pb.GetJobRequest, context: _Context) -> pb.Job:
         """Return one job with its configuration and the steps of its checkpoints.
@@ -131,7 +132,10 @@ class DistillService(distill_pb2_grpc.DistillServicer):
             run = RunDirectory(self._runs / job.id)
             checkpoints = await self._files.call(run.checkpoint_steps)
         [job] = self._explain_waits([self._store.job(job.id)])
-        return encode_job(job, with_config=True, checkpoints=checkpoints)
+        [message] = self._encode_jobs([job])
+        message.config_json = job.config_json
+        message.checkpoints.extend(checkpoints)
+        return message
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: _Context) -> pb.ListJobsResponse:
         """Return one page of jobs, newest first, without their configurations."""
@@ -140,8 +144,11 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         now = self._store.now()
         job_filter = decode_filter(request, self.caller(context), now)
         jobs = self._store.page(limit=limit, before_id=before_id, job_filter=job_filter)
-        explained_jobs = self._explain_waits(jobs)
-        return pb.ListJobsResponse(jobs=[encode_job(job) for job in explained_jobs], time=now)
+        return pb.ListJobsResponse(jobs=self._encode_jobs(self._explain_waits(jobs)), time=now)
+
+    def _encode_jobs(self, jobs: Sequence[Job]) -> Sequence[pb.Job]:
+        dependencies = self._store.dependencies.read([job.id for job in jobs])
+        return [encode_job(job, dependencies.get(job.id, ())) for job in jobs]
 
     def _explain_waits(self, jobs: Sequence[Job]) -> Sequence[Job]:
         """Return the jobs. An empty phase of a queued job becomes its place in the queue and the
@@ -182,7 +189,8 @@ class DistillService(distill_pb2_grpc.DistillServicer):
     @audited
     async def CancelJob(self, request: pb.CancelJobRequest, context: _Context) -> pb.Job:
         """Cancel a job, after a last checkpoint unless `now`; repeated calls have no effect."""
-        return encode_job(await self._control.cancel(request.job_id, now=request.now))
+        job = await self._control.cancel(request.job_id, now=request.now)
+        return self._encode_jobs([job])[0]
 
     @audited
     async def ResumeJob(self, request: pb.ResumeJobRequest, context: _Context) -> pb.Job:
@@ -190,7 +198,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         job = await self._control.resume_checked(
             request.job_id, max_steps=request.max_steps, from_step=request.from_step
         )
-        return encode_job(job)
+        return self._encode_jobs([job])[0]
 
     @audited
     async def RemoveJob(self, request: pb.RemoveJobRequest, context: _Context) -> pb.Job:
@@ -200,7 +208,8 @@ class DistillService(distill_pb2_grpc.DistillServicer):
     @audited
     async def PinJob(self, request: pb.PinJobRequest, context: _Context) -> pb.Job:
         """Pin a job, so that it is not removed, or unpin it; repeated calls have no effect."""
-        return encode_job(self._removals.pin(request.job_id, pinned=request.pinned))
+        job = self._removals.pin(request.job_id, pinned=request.pinned)
+        return self._encode_jobs([job])[0]
 
     async def ListTeachers(
         self, request: pb.ListTeachersRequest, context: _Context

@@ -1,8 +1,7 @@
-"""`distill ls`, `table`, `show`, `cancel`, `resume`, `rm` and `pin`: requests to the job server."""
+"""`distill ls`, `table`, `tree`, `show`, `cancel`, `resume`, `rm` and `pin`, with a server."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ import typer
 
 from clients.cli.chosen_jobs import (
     CANCELLABLE,
+    MAX_JOBS,
     RESUMABLE,
     AllOption,
     Choice,
@@ -22,9 +22,10 @@ from clients.cli.chosen_jobs import (
     StateOption,
     parse_labels,
 )
+from clients.cli.completion import complete_job, complete_metric
 from clients.cli.output import Output
 from clients.cli.settings import JobArgument, JobsArgument, settings_of
-from clients.jobs.job import TERMINAL, Job, JobState
+from clients.jobs.job import TERMINAL, Job, JobState, facts_of
 from clients.jobs.view import describe_state
 from protos.errors import (
     DistillError,
@@ -84,6 +85,7 @@ def table(
             "-m",
             metavar="METRIC",
             help="Show this metric; by default the metric that selects the best checkpoint.",
+            autocompletion=complete_metric,
         ),
     ] = "",
 ) -> None:
@@ -106,6 +108,36 @@ def table(
         settings.output.say("no jobs")
     else:
         settings.output.table("jobs", comparison.rows, comparison.columns)
+
+
+def tree(
+    context: typer.Context,
+    job: Annotated[
+        str,
+        typer.Argument(
+            metavar="[JOB]",
+            help="Show only the pipeline of this job.",
+            autocompletion=complete_job,
+            show_default=False,
+        ),
+    ] = "",
+    own_only: MineOption = False,
+    labels: LabelOption = None,
+) -> None:
+    """Show pipelines as trees: each job with its state, below the job that it waits for."""
+    from clients.jobs.display.tree import TREE_COLUMNS, connected_jobs, tree_rows
+
+    settings = settings_of(context)
+    with settings.client() as client:
+        job_id = client.get(job).id if job else ""
+        jobs = client.list(limit=MAX_JOBS, mine=own_only, labels=parse_labels(labels))
+    members = connected_jobs(reversed(jobs), job_id)
+    if settings.output.as_json:
+        settings.output.result({"jobs": [facts_of(member) for member in members]}, "")
+    elif not members:
+        settings.output.say("no job depends on another")
+    else:
+        settings.output.table("jobs", tree_rows(members, time.time()), TREE_COLUMNS)
 
 
 def show(context: typer.Context, job: JobArgument) -> None:
@@ -311,19 +343,6 @@ def print_jobs(output: Output, jobs: Sequence[Job], lines: Sequence[str]) -> Non
     """Print one job as `Output.result` does, and several under the key `jobs`."""
     facts = [facts_of(job) for job in jobs]
     output.result(facts[0] if len(facts) == 1 else {"jobs": facts}, "\n".join(lines))
-
-
-def facts_of(job: Job) -> Mapping[str, Any]:
-    """Return a job as a JSON object.
-
-    `checkpoints` and `config` are absent for the jobs of a list, because the server omits them
-    there.
-    """
-    record = asdict(job)
-    config, checkpoints = record.pop("config_json"), record.pop("checkpoints")
-    if not config:
-        return record
-    return {**record, "checkpoints": checkpoints, "config": json.loads(config)}
 
 
 def _measured_facts(result: Result) -> Mapping[str, Any]:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from clients.cli.completion import complete_job, complete_metric
 from clients.cli.output import Output
-from clients.cli.settings import ClientSettings, complete_job, settings_of
+from clients.cli.settings import ClientSettings, settings_of
 from protos.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -41,7 +42,11 @@ def plot(
     metrics: Annotated[
         list[str] | None,
         typer.Option(
-            "-m", "--metric", metavar="METRIC", help="Plot this metric instead. Repeatable."
+            "-m",
+            "--metric",
+            metavar="METRIC",
+            help="Plot this metric instead. Repeatable.",
+            autocompletion=complete_metric,
         ),
     ] = None,
     picture: Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import typer
 
 from clients.cli.commands.config import print_values
 from clients.cli.commands.jobs import print_jobs
-from clients.cli.live.display import conclude, display
+from clients.cli.live.display import conclude, display, notify_terminal
 from clients.cli.output import Output
 from clients.cli.settings import (
     ClientSettings,
@@ -24,7 +25,7 @@ from clients.cli.settings import (
     settings_of,
 )
 from clients.jobs.view import JobView
-from protos.errors import ExitCode, Unavailable
+from protos.errors import ExitCode, InvalidInput, Unavailable
 
 TimeoutOption = Annotated[
     float | None,
@@ -146,11 +147,25 @@ def _check_with_server(settings: ClientSettings, configs: Sequence[AnyJob]) -> N
         settings.output.say(f"the server would accept {description}")
 
 
-def watch(context: typer.Context, job: JobArgument, timeout: TimeoutOption = None) -> ExitCode:
+def watch(
+    context: typer.Context,
+    job: JobArgument,
+    timeout: TimeoutOption = None,
+    notify: Annotated[
+        bool, typer.Option("--notify", help="At the end, ring the bell and notify the desktop.")
+    ] = False,
+) -> ExitCode:
     """Show the progress of a job until it ends. Ctrl-C stops the watching, not the job."""
     settings = settings_of(context)
+    if notify and not sys.stderr.isatty():
+        hint = "a server reports ends of jobs with --on-end"
+        raise InvalidInput("stderr is not a terminal", field="--notify", hint=hint)
     with settings.client() as client:
-        return watch_job(client, client.get(job).id, settings.output, timeout)
+        job_id = client.get(job).id
+        code = watch_job(client, job_id, settings.output, timeout)
+        if notify and code is not ExitCode.INTERRUPTED:
+            notify_terminal(f"{job_id} {client.get(job_id).state}")
+    return code
 
 
 def _watch_jobs(

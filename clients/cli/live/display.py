@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -10,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from clients.cli.output import Output
 from clients.jobs.display.lines import PlainLines, line_of
-from clients.jobs.job import JobEvent, JobState
+from clients.jobs.job import JobEvent, JobState, format_time
 from clients.jobs.view import JobView, describe_state, evaluation, sparkline
 from protos.errors import ExitCode
+from protos.program.logs import plain
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -56,7 +58,7 @@ class JsonLines:
 
     def show(self, event: JobEvent) -> None:
         """Print one event."""
-        print(json.dumps(asdict(event)), flush=True)
+        print(json.dumps({**asdict(event), "time": format_time(event.time)}), flush=True)
 
 
 class LiveBlock:
@@ -98,7 +100,7 @@ class LiveBlock:
         )
         numbers = Text("   ".join(f"{name} {value}" for name, value in job.facts()))
         curve = sparkline(job.kl_history, unicode="utf" in self._console.encoding.lower())
-        state = Text(describe_state(job.state, job.phase), style="bold")
+        state = Text(plain(describe_state(job.state, job.phase)), style="bold")
         return Group(Text(job.job_id) + Text("  ") + state, bar, numbers, Text(curve, style="cyan"))
 
 
@@ -114,5 +116,14 @@ def conclude(output: Output, job: JobView, **extra: Any) -> ExitCode:
         if job.reason:
             parts.append(job.reason)
         parts += [f"{name} {value}" for name, value in extra.items()]
-        print("  ".join(parts), flush=True)
+        print(plain("  ".join(parts)), flush=True)
     return EXIT_CODES.get(job.state, ExitCode.JOB_FAILED)
+
+
+def notify_terminal(text: str) -> None:
+    """Ring the terminal's bell and send it a notification (OSC 9).
+
+    Terminals such as iTerm2, WezTerm, kitty and Windows Terminal show the notification; others
+    ignore the sequence. `text` is one line.
+    """
+    print(f"\a\033]9;{plain(text)}\033\\", end="", file=sys.stderr, flush=True)

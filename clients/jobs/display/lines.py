@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from clients.jobs.job import TERMINAL, JobEvent, JobState
 from clients.jobs.view import JobView, describe_state, evaluation
+from protos.program.logs import plain
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -47,4 +48,4 @@ def line_of(job: JobView, event: JobEvent) -> str:
         parts += [f"{name} {value:.4g}" for name, value in evaluation(event.metrics).items()]
     if job.reason and job.state in TERMINAL:
         parts.append(job.reason)
-    return "  ".join(parts)
+    return plain("  ".join(parts))

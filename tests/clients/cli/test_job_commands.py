@@ -127,6 +127,10 @@ class ScriptedClient:
         return destination
 
 
+def raise_error(error: Exception) -> None:
+    raise error
+
+
 @pytest.fixture(autouse=True)
 def client(monkeypatch: pytest.MonkeyPatch) -> type[ScriptedClient]:
     monkeypatch.setattr("clients.jobs.client.DistillClient", ScriptedClient)
@@ -149,9 +153,19 @@ def test_reasons_do_not_drive_the_terminal(
     job = make_job(JobState.FAILED, reason="one\ntwo\x1b[2J\u009b")
     monkeypatch.setattr(client, "list", lambda *_, **__: [job])
     monkeypatch.setattr(client, "get", lambda *_: job)
-    for command in (["ls"], ["show", "x"]):
-        assert main(command) == 0
-        assert r"one two\x1b[2J\x9b" in capsys.readouterr().out
+    client.events = (make_event(1, JobState.FAILED, reason=job.reason, phase=""),)
+    for command, code in (
+        (["ls"], 0),
+        (["show", "x"], 0),
+        (["watch", "x"], ExitCode.JOB_FAILED),
+    ):
+        assert main(command) == code
+        captured = capsys.readouterr()
+        assert r"one two\x1b[2J\x9b" in captured.out
+        assert "\x1b" not in captured.err
+    monkeypatch.setattr(client, "get", lambda *_: raise_error(NotFound(job.reason)))
+    assert main(["show", "x"]) == ExitCode.NOT_FOUND
+    assert r"two\x1b[2J" in capsys.readouterr().err
 
 
 def test_an_empty_server_is_one_sentence(capsys: Capture) -> None:
@@ -182,6 +196,8 @@ def test_ls(capsys: Capture, client: type[ScriptedClient], monkeypatch: pytest.M
     values = {"id", "state", "step", "max_steps", "metrics", "attempt", "owner", "name", "reason"}
     assert values <= rows[0].keys()
     assert not {"steps", "kl", "age", "result"} & rows[0].keys(), "texts for people"
+    times = [rows[0][name] for name in ("created_at", "started_at", "ended_at")]
+    assert times == ["1970-01-01T00:00:01.000Z", "1970-01-01T00:00:02.000Z", None]
 
 
 def test_a_terminal_shows_lines_of_its_width(
@@ -310,6 +326,20 @@ def test_watch_as_json_lines(capsys: Capture) -> None:
     assert lines[2]["metrics"]["loss"] == 0.5
 
 
+def test_a_terminal_is_notified_of_the_end(
+    capsys: Capture, client: type[ScriptedClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["watch", "x", "--notify"]) == ExitCode.USAGE
+    assert "--notify: stderr is not a terminal" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "dumb")
+    assert main(["watch", "x", "--notify"]) == 0
+    assert capsys.readouterr().err.endswith("\a\033]9;on-policy-x-7f3a RUNNING\033\\")
+    client.events = (KeyboardInterrupt(),)
+    assert main(["watch", "x", "--notify"]) == ExitCode.INTERRUPTED
+    assert "\a" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("code", "state"), EVENTS.items())
 def test_the_exit_code_is_the_verdict(
     capsys: Capture, client: type[ScriptedClient], state: JobState, code: ExitCode
@@ -391,12 +421,37 @@ def test_ctrl_c_in_logs(
     assert captured.err == "the job continues; to follow the log again: distill logs -f x\n"
 
 
-def test_job_ids_are_completed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("_DISTILL_COMPLETE", "complete_bash"), ("COMP_CWORD", "2")):
+@pytest.mark.parametrize(
+    ("line", "offers"),
+    [
+        ("show ", ["@last", "on-policy-x-7f3a", "on-policy-y-0001"]),
+        ("show on-policy-y", ["on-policy-y-0001"]),
+        ("ls --label ", ["project=math", "seed=1"]),
+        ("table --metric kl", ["kl/teacher"]),
+        ("submit job.toml --set train.optimizer.w", []),
+        ("submit job.toml --set train.weight_d", ["train.weight_decay="]),
+        ("run job.toml --set method.critic_l", ["method.critic_learning_rate="]),
+    ],
+)
+def test_words_are_completed(
+    capsys: Capture,
+    client: type[ScriptedClient],
+    monkeypatch: pytest.MonkeyPatch,
+    line: str,
+    offers: Sequence[str],
+) -> None:
+    jobs = [
+        make_job(labels={"project": "math", "seed": "1"}),
+        make_job(id="on-policy-y-0001", labels={"project": "math"}),
+    ]
+    monkeypatch.setattr(client, "list", lambda *_, **__: jobs)
+    words = f"distill {line}".split(" ")
+    for name, value in (
+        ("_DISTILL_COMPLETE", "complete_bash"),
+        ("COMP_CWORD", str(len(words) - 1)),
+        ("COMP_WORDS", "\n".join(words)),
+    ):
         monkeypatch.setenv(name, value)
-    for typed, offered in (("", ["@last", "on-policy-x-7f3a", "on-policy-y-0001"]),
-                           ("on-policy-y", ["on-policy-y-0001"])):  # fmt: skip
-        monkeypatch.setenv("COMP_WORDS", f"distill show {typed}")
-        with contextlib.suppress(SystemExit):
-            main([])
-        assert capsys.readouterr().out.split() == offered
+    with contextlib.suppress(SystemExit):
+        main([])
+    assert capsys.readouterr().out.split() == list(offers)

@@ -53,6 +53,13 @@ def test_a_pipeline_runs_in_order(
     assert run(server, "submit", str(path), "--key", "k") == 0
     repeated_jobs = json.loads(capsys.readouterr().out.splitlines()[-1])["jobs"]
     assert [job["id"] for job in repeated_jobs] == [warm.id, student.id]
+    assert [job["dependencies"] for job in repeated_jobs] == [[], [warm.id]]
+    assert main(["--server", server.address, "tree", student.id]) == 0
+    _, first_row, second_row = capsys.readouterr().out.splitlines()
+    assert first_row.split()[:3] == [warm.id, "SUCCEEDED", "3/3"]
+    assert second_row.split()[:4] == ["`-", student.id, "SUCCEEDED", "3/3"]
+    assert run(server, "tree") == 0
+    assert json.loads(capsys.readouterr().out)["jobs"][1]["dependencies"] == [warm.id]
 
 
 def test_several_are_cancelled_and_resumed(

@@ -1,0 +1,71 @@
+"""Pipelines as trees: a job below the job that it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from clients.jobs.display.tables import COLUMNS, Row, list_row
+from clients.jobs.job import Job
+
+TREE_COLUMNS = [
+    "job",
+    *(name for name in COLUMNS if name in ("state", "steps", "result")),
+    "reason",
+]
+
+
+def connected_jobs(jobs: Iterable[Job], job_id: str = "") -> list[Job]:
+    """Return the jobs of pipelines, in their order in `jobs`: of the one with `job_id`, if given.
+
+    A pipeline is a set of at least two jobs that are connected by dependencies. The job `job_id` is
+    returned also if it is in no pipeline.
+    """
+    jobs = list(jobs)
+    neighbours: dict[str, set[str]] = {job.id: set() for job in jobs}
+    for job in jobs:
+        for dependency in neighbours.keys() & job.dependencies:
+            neighbours[job.id].add(dependency)
+            neighbours[dependency].add(job.id)
+    if not job_id:
+        return [job for job in jobs if neighbours[job.id] or job.dependencies]
+    members, pending = {job_id}, [job_id]
+    while pending:
+        new_members = neighbours[pending.pop()] - members
+        members |= new_members
+        pending += new_members
+    return [job for job in jobs if job.id in members]
+
+
+def tree_rows(jobs: Sequence[Job], now: float) -> list[Row]:
+    """Return a row for each job, with the columns `TREE_COLUMNS`; `now` is in Unix seconds.
+
+    `jobs` are in order of submission. A job stands below the last of its dependencies; its row
+    names the others.
+    """
+    order = {job.id: number for number, job in enumerate(jobs)}
+    children: dict[str, list[Job]] = {}
+    for job in jobs:
+        parents = sorted(order.keys() & job.dependencies, key=lambda parent: order[parent])
+        children.setdefault(parents[-1] if parents else "", []).append(job)
+    return [_row_of(*line, now) for line in _iter_lines(children, "", "", is_root=True)]
+
+
+def _iter_lines(
+    children: Mapping[str, Sequence[Job]], parent: str, indent: str, *, is_root: bool
+) -> Iterator[tuple[Job, str, str]]:
+    """Yield each job below `parent` with the branch before its id, and the id of its parent."""
+    siblings = children.get(parent, ())
+    for job in siblings:
+        is_last = job is siblings[-1]
+        branch = "" if is_root else "`- " if is_last else "|- "
+        stem = "" if is_root else "   " if is_last else "|  "
+        yield job, indent + branch, parent
+        yield from _iter_lines(children, job.id, indent + stem, is_root=False)
+
+
+def _row_of(job: Job, branch: str, parent: str, now: float) -> Row:
+    row = list_row(job, now)
+    others = ", ".join(name for name in job.dependencies if name != parent)
+    also = f"{'also ' if parent else ''}after {others}" if others else ""
+    reason = "; ".join(filter(None, (row["reason"], also)))
+    return {**row, "job": branch + job.id, "reason": reason}
