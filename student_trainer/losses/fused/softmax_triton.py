@@ -8,6 +8,9 @@ logit and bf16 gradient. Sums are float32.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -15,10 +18,30 @@ from torch import Tensor
 
 from student_trainer.losses.fused.logit_map import LogitCurve
 
-_BLOCK = 4096
+
+@dataclass(frozen=True)
+class Launch:
+    """How a kernel is divided: logits per block, and warps (of 32 threads) that share a block."""
+
+    block: int = 4096
+    warps: int = 4
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Triton's launch options, except the constants of the kernel.
+
+        Multiplications and additions are fused, as in Triton before 3.10.
+        """
+        return {"num_warps": self.warps, "enable_fp_fusion": True}
 
 
-def tail_statistics(logits: Tensor, curve: LogitCurve) -> tuple[Tensor, Tensor, Tensor]:
+# The same for each vocabulary: no GPU has measured others (`python -m benchmarks.gpu.kernels`).
+LAUNCH = Launch()
+
+
+def tail_statistics(
+    logits: Tensor, curve: LogitCurve, launch: Launch = LAUNCH
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return (m, S, D) of softmax_torch.tail_statistics in float32; only reads `logits` [n, V]."""
     rows, columns = logits.shape
     top, total, weighted = (
@@ -27,13 +50,18 @@ def tail_statistics(logits: Tensor, curve: LogitCurve) -> tuple[Tensor, Tensor, 
     with torch.cuda.device_of(logits):  # Triton launches on the current CUDA device
         _statistics[(rows,)](
             logits, top, total, weighted, logits.stride(0), columns, *_curve_arguments(curve),
-            CAPPED=curve.height is not None, BLOCK=_BLOCK,
+            CAPPED=curve.height is not None, BLOCK=launch.block, **launch.options,
         )  # fmt: skip
     return top, total, weighted
 
 
 def scaled_exp(
-    logits: Tensor, top: Tensor, scale: Tensor, curve: LogitCurve, out: Tensor
+    logits: Tensor,
+    top: Tensor,
+    scale: Tensor,
+    curve: LogitCurve,
+    out: Tensor,
+    launch: Launch = LAUNCH,
 ) -> Tensor:
     """Write scale[:, None] * exp(z - top[:, None]) into `out`, and return it; z = curve(logits).
 
@@ -41,11 +69,12 @@ def scaled_exp(
     [n, V]; `top` and `scale` [n] float32; `out` [n, V], may be `logits`.
     """
     rows, columns = logits.shape
-    grid = (rows, triton.cdiv(columns, _BLOCK))
+    grid = (rows, triton.cdiv(columns, launch.block))
     with torch.cuda.device_of(logits):
         _scaled_exp[grid](
             logits, out, top, scale.contiguous(), logits.stride(0), out.stride(0), columns,
-            *_curve_arguments(curve), CAPPED=curve.height is not None, BLOCK=_BLOCK,
+            *_curve_arguments(curve), CAPPED=curve.height is not None, BLOCK=launch.block,
+            **launch.options,
         )  # fmt: skip
     return out
 
