@@ -14,8 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from clients.config.tables.rl_method import RLConfig
-from student_trainer.data.batch import sum_and_count
-from student_trainer.data.device import copy_to_device
+from student_trainer.data.batch import copy_to_device, sum_and_count
 from student_trainer.data.sequence import Rollout
 from student_trainer.losses.advantages import gae, reward_at_last_token
 from student_trainer.parallel.passes import run_passes_over_rollouts

@@ -21,7 +21,7 @@ from clients.config.tables.common import (
 )
 from clients.config.tables.data import DataConfig, DataFile, prompt_rules
 from clients.config.tables.job import Extra, JobConfig
-from clients.config.tables.reward import RewardConfig
+from clients.config.tables.reward import RewardConfig, check_prompt_source
 
 RESULTS = "eval"  # directory of the answers and the results, in the run directory
 
@@ -70,13 +70,8 @@ class EvalJob(JobConfig):
     @field_validator("data")
     @classmethod
     def _check_presence(cls, data: DataConfig | None, info: ValidationInfo) -> object:
-        if "reward" not in info.data:
-            return data
-        is_generated = info.data["reward"].task is not None
-        if data is not None and is_generated:
-            raise ValueError("the reward reasoning_gym:TASK generates its prompts; remove the key")
-        if data is None and not is_generated:
-            raise ValueError("missing; only the reward reasoning_gym:TASK generates its prompts")
+        if "reward" in info.data:
+            check_prompt_source(data, info.data["reward"])
         return data
 
     @model_validator(mode="after")

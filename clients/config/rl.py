@@ -15,7 +15,7 @@ from clients.config.tables.common import FORMER_TAIL, Rule, SampledEvalConfig, r
 from clients.config.tables.data import DataConfig, DataFile, columns_of, prompt_rules
 from clients.config.tables.environment import PASSAGES, SearchConfig
 from clients.config.tables.job import Extra, TrainingJob
-from clients.config.tables.reward import HARMLESS, RewardConfig
+from clients.config.tables.reward import HARMLESS, RewardConfig, check_prompt_source
 from clients.config.tables.rl_method import UNWEIGHTED, AnchorConfig, RLConfig
 from clients.config.tables.rollouts import RolloutsConfig, in_trainer_rules, rollout_rules
 from clients.config.tables.teacher import (
@@ -140,14 +140,8 @@ class RLJob(TrainingJob):
     @field_validator("data")
     @classmethod
     def _check_presence(cls, data: DataConfig | None, info: ValidationInfo) -> object:
-        if "reward" not in info.data:
-            return data
-        reward = info.data["reward"]
-        is_generated = reward is not None and reward.task is not None
-        if data is not None and is_generated:
-            raise ValueError("the reward reasoning_gym:TASK generates its prompts; remove the key")
-        if data is None and not is_generated:
-            raise ValueError("missing; only the reward reasoning_gym:TASK generates its prompts")
+        if "reward" in info.data:
+            check_prompt_source(data, info.data["reward"])
         return data
 
     @model_validator(mode="after")

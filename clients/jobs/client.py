@@ -246,7 +246,7 @@ class DistillClient:
         or cannot be sent, and WrongState if the files do not fit on the server's disk.
         """
         from clients.preflight.data_files import check_data
-        from clients.preflight.models import check_models
+        from clients.preflight.files import check_models
 
         for config in configs:
             check_data(config, only_existing=True)

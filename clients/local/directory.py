@@ -25,8 +25,7 @@ def create_run(
     there is one.
     """
     from clients.preflight.data_files import check_data
-    from clients.preflight.files import check_files
-    from clients.preflight.models import check_models
+    from clients.preflight.files import check_files, check_models
     from clients.preflight.packages import check_packages
     from clients.preflight.rollouts import check_gpus
 

@@ -6,8 +6,7 @@ from clients.config.file import JobSource, load_job
 from clients.data.preview import parse_preview
 from clients.jobs.plots.preview_html import PreviewDisplay
 from clients.local.program import parse_reply, run_program
-from clients.preflight.files import check_files, check_template
-from clients.preflight.models import check_models
+from clients.preflight.files import check_files, check_models, check_template
 from protos.errors import ExitCode, InvalidInput
 from protos.extras import require_extra
 

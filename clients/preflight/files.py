@@ -1,4 +1,5 @@
-"""Checks of a job on the machine that will run it: packages, files, trackers and disk space.
+"""Checks of a job on the machine that will run it: packages, files, models, trackers and disk
+space.
 
 The checks do not import torch and take milliseconds. A server runs them before it queues a job. The
 job's program runs them again when it starts, because files may have changed. `teachers.py` has the
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 from clients.config.evaluation import ExamConfig
@@ -18,6 +20,7 @@ from clients.config.tables.common import StudentConfig
 from clients.config.tables.job import JobConfig, TrainingJob
 from clients.data.formats import FILE_SUFFIXES, files_of, is_pattern
 from clients.data.hub import is_hub_id
+from clients.data.models.check import Reader, check_model
 from clients.data.object_urls import is_object_url, place_of, redact_place
 from clients.data.prompt_format import (
     check_chat_template,
@@ -29,7 +32,6 @@ from clients.data.tokens.tokenizer import chat_templates_in, read_template
 from clients.preflight.data_files import check_data
 from clients.preflight.disk import check_space
 from clients.preflight.limits import fit_limits, resumed_limits
-from clients.preflight.models import check_models, list_models
 from clients.preflight.packages import check_packages, check_trackers
 from clients.preflight.parallel import check_context_parallel, check_tensor_parallel
 from clients.preflight.records import estimate_records
@@ -204,3 +206,32 @@ def check_processes(config: TrainingJob) -> None:
                 field=field,
                 hint="raise the value, or lower train.processes",
             )
+
+
+def check_models(config: JobConfig, *, here: bool = True) -> list[str]:
+    """Check the student of a job, and the teacher that is started for it, if they are local paths.
+
+    `here`: the programs of the job run in this Python environment; see `check_model`, whose notes
+    are returned. Raises InvalidInput. Hub ids and URLs are checked by the programs that fetch them.
+    """
+    notes: list[str] = []
+    student = config.answering_student
+    has_template = student is not None and student.chat_template is not None
+    for field, model, reader in list_models(config):
+        try:
+            exists = Path(model).exists()
+        except (OSError, ValueError):  # no path, so perhaps a hub id
+            continue
+        if exists:
+            notes += check_model(Path(model), field, reader, here=here, has_template=has_template)
+    return notes
+
+
+def list_models(config: JobConfig) -> Iterator[tuple[str, str, Reader]]:
+    """Yield the key, the name and the reader of each model that the job loads."""
+    student, teacher = config.answering_student, config.teacher_link
+    if student is not None:
+        is_trained = isinstance(student, StudentConfig)
+        yield "student.model", student.model, "trainer" if is_trained else "evaluation"
+    if teacher is not None and teacher.model is not None and teacher.engine != "fake":
+        yield "teacher.model", teacher.model, teacher.engine

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from clients.jobs.job import Job
 from distill_server.jobs.store import ACTIVE, Change, JobStore
+from distill_server.runners.machine import format_count
 from protos.auth.owners import Quota
 from protos.errors import InvalidInput
 
@@ -135,9 +136,9 @@ class Quotas:
         """Return the phase of a job with `gpus` GPUs if it would exceed the quota; else ""."""
         quota, usage = self._quotas[owner], self._usage_by_owner.get(owner, _Usage())
         if quota.jobs is not None and usage.jobs >= quota.jobs:
-            return f"{_WAITING}{owner} may run {_format_count(quota.jobs, 'job')} at once"
+            return f"{_WAITING}{owner} may run {format_count(quota.jobs, 'job')} at once"
         if quota.gpus is not None and usage.gpus + gpus > quota.gpus:
-            return f"{_WAITING}{owner} may hold {_format_count(quota.gpus, 'GPU')} at once"
+            return f"{_WAITING}{owner} may hold {format_count(quota.gpus, 'GPU')} at once"
         return ""
 
 
@@ -145,12 +146,8 @@ def _explain_excess(owner: str, quota: Quota, gpus: int) -> str:
     """Return why a job with `gpus` GPUs can never start with this quota; "" if it can."""
     if quota.gpus is None or gpus <= quota.gpus:
         return ""
-    requested_text = _format_count(gpus, "GPU")
+    requested_text = format_count(gpus, "GPU")
     return f"the job requests {requested_text}, but {owner} may hold {quota.gpus} at once"
-
-
-def _format_count(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def require_counted_gpus(quotas: Mapping[str, Quota], are_gpus_counted: bool) -> None:

@@ -97,7 +97,7 @@ class Machine:
         job_gpus, teacher_gpus = self.gpus_of_job(job), teacher.gpus_of_model
         if self.gpus is not None and teacher_gpus and job_gpus + teacher_gpus > len(self.gpus):
             raise InvalidInput(
-                f"the job needs {_format_count(job_gpus, 'GPU')} and its teacher"
+                f"the job needs {format_count(job_gpus, 'GPU')} and its teacher"
                 f" {teacher_gpus} more, but the server has {len(self.gpus)} for jobs",
                 field="teacher.model",
                 hint="start the server with a larger --gpus, or set teacher.device = 'cpu'",
@@ -122,7 +122,7 @@ class Machine:
         count, free_gpus = teacher.gpus_of_model, self._free_gpus(shares)
         if count > len(free_gpus):
             raise LookupError(
-                f"the teacher needs {_format_count(count, 'GPU')}; {len(free_gpus)} are free"
+                f"the teacher needs {format_count(count, 'GPU')}; {len(free_gpus)} are free"
             )
         return tuple(free_gpus[:count])
 
@@ -145,11 +145,11 @@ class Machine:
             return f"{slots} in use"
         cpus, free_cpus = self._count_cpus(job), self.all_cpus - sum(share.cpus for share in shares)
         if cpus > free_cpus:
-            requested_text = _format_count(cpus, "CPU thread")
+            requested_text = format_count(cpus, "CPU thread")
             return f"the job needs {requested_text}; {free_cpus} of {self.all_cpus} are free"
         gpus, free_gpus = self.gpus_of_job(job), len(self._free_gpus(shares))
         if self.gpus is not None and gpus > free_gpus:
-            requested_text = _format_count(gpus, "GPU")
+            requested_text = format_count(gpus, "GPU")
             return f"the job needs {requested_text}; {free_gpus} of {len(self.gpus)} are free"
         return ""
 
@@ -175,7 +175,8 @@ ONE_JOB = Machine()
 UNCOUNTED = sys.maxsize
 
 
-def _format_count(count: int, noun: str) -> str:
+def format_count(count: int, noun: str) -> str:
+    """Format a number with its noun, such as `1 GPU` or `2 GPUs`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from protos.rows.codec import RowBlock
-from student_trainer.data.batch import Batch, ScoredSequence, make_batch
-from student_trainer.data.device import copy_to_device
+from student_trainer.data.batch import Batch, ScoredSequence, copy_to_device, make_batch
 from student_trainer.data.packing import Layout
 
 

@@ -46,13 +46,7 @@ class SpecialTokenStore:
         for index in range(len(data)):
             prompt_ids = self._student_prompt(data.prompt_ids(index))
             if prompt_ids is None:
-                raise InvalidInput(
-                    f"the prompt of sequence {index} of the {label} cannot be converted to the"
-                    " student's tokens: data.prompts is not set or does not contain the prompt,"
-                    " and the prompt has a chat template",
-                    field="data.prompts",
-                    hint="set data.prompts and its columns to the captured data set",
-                )
+                raise unknown_prompt_error(index, label)
             tokens = int(data.lengths[index])
             growth = len(prompt_ids) - len(data.prompt_ids(index))
             if longest is not None and tokens + growth > longest:
@@ -79,3 +73,14 @@ class SpecialTokenStore:
 
     def _student_prompt(self, ids: Ids) -> Ids | None:
         return self._student_ids[ids] if self._prompts is None else self._prompts(ids)
+
+
+def unknown_prompt_error(index: int, label: str) -> InvalidInput:
+    """Return the error for a stored prompt that cannot be converted to the student's tokens."""
+    return InvalidInput(
+        f"the prompt of sequence {index} of the {label} cannot be converted to the student's"
+        " tokens: data.prompts is not set or does not contain the prompt, and the prompt has a"
+        " chat template",
+        field="data.prompts",
+        hint="set data.prompts and its columns to the captured data set",
+    )

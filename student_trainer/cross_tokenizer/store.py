@@ -35,7 +35,10 @@ from student_trainer.cross_tokenizer.comparison import (
     to_byte_tokenizer,
 )
 from student_trainer.cross_tokenizer.losses import Unit
-from student_trainer.cross_tokenizer.special_token_store import SpecialTokenStore
+from student_trainer.cross_tokenizer.special_token_store import (
+    SpecialTokenStore,
+    unknown_prompt_error,
+)
 from student_trainer.cross_tokenizer.stored_text import StoredText, leading_special_tokens
 from student_trainer.data.captured_stores import Stores
 from student_trainer.data.sequence import TokenSequence
@@ -156,13 +159,7 @@ class CrossTokenizerStore:
         """Raise InvalidInput if the student's ids of a stored prompt are unknown."""
         for index in range(0 if self._text else len(data)):
             if self._prompts(data.prompt_ids(index)) is None:
-                raise InvalidInput(
-                    f"the prompt of sequence {index} of the {label} cannot be converted to the"
-                    " student's tokens: data.prompts is not set or does not contain the prompt,"
-                    " and the prompt has a chat template",
-                    field="data.prompts",
-                    hint="set data.prompts and its columns to the captured data set",
-                )
+                raise unknown_prompt_error(index, label)
 
     def read(self, data: LogitDataset, index: int) -> PendingRows:
         """Return stored sequence `index` with rows that have already arrived.

@@ -1,4 +1,4 @@
-"""Builds the tensors of one forward pass from sequences and their teacher rows.
+"""Builds the tensors of one forward pass from sequences and their teacher rows, on the device.
 
 Row convention: row t scores token t. It is the distribution of token t given the tokens before it,
 so the model computes it at position t - 1. Only `Batch.select` applies this shift.
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from protos.rows.codec import RowBlock
-from student_trainer.data.device import copy_to_device
 from student_trainer.data.images import image_inputs
 from student_trainer.data.packing import Layout, place_sequences
 from student_trainer.data.sequence import Rollout, TailDraws, TokenSequence
@@ -193,6 +192,17 @@ def teacher_rows(blocks: Sequence[RowBlock], device: torch.device) -> Rows:
         _to_float_tensor([block.token_logprobs for block in blocks], device),
         _to_float_tensor(means, device)[:, None] if means else samples,
     )
+
+
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return `tensor` on `device`; the tensor itself if it is there.
+
+    A copy to a GPU starts from pinned memory and is queued behind earlier operations. Without
+    pinned memory, the host would wait until all of them are done. A copy from a GPU is complete.
+    """
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=not tensor.is_cuda)
 
 
 def _move_to(value: Any, device: torch.device) -> Any:

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 
 from clients.config.tables.common import TrainConfig
 from clients.runs.metrics_file import Point
-from student_trainer.data.device import copy_to_device
+from student_trainer.data.batch import copy_to_device
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.parallel.shards import full_tensor, local
 

@@ -12,8 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from student_trainer.data.batch import Batch, ScoredSequence
-from student_trainer.data.device import copy_to_device
+from student_trainer.data.batch import Batch, ScoredSequence, copy_to_device
 from student_trainer.data.packing import Layout
 from student_trainer.data.sequence import Rollout
 from student_trainer.losses import FusedLoss, LossFunction

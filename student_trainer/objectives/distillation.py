@@ -12,11 +12,11 @@ from clients.config.on_policy import OnPolicyConfig
 from student_trainer.data.batch import (
     Batch,
     ScoredSequence,
+    copy_to_device,
     make_batch,
     sum_and_count,
     sum_and_count_where,
 )
-from student_trainer.data.device import copy_to_device
 from student_trainer.data.packing import Layout
 from student_trainer.losses import (
     Direction,

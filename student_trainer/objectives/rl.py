@@ -24,11 +24,11 @@ from protos.rows.codec import RowBlock
 from student_trainer.data.batch import (
     Batch,
     ScoredSequence,
+    copy_to_device,
     make_batch,
     sum_and_count,
     teacher_rows,
 )
-from student_trainer.data.device import copy_to_device
 from student_trainer.data.packing import Layout
 from student_trainer.losses import (
     FusedLoss,

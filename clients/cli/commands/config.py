@@ -43,9 +43,8 @@ def check(context: typer.Context, job: JobFileArgument, sets: SetOption = None) 
     from clients.jobs.upload import paths_of_server
     from clients.preflight.columns import fit_columns
     from clients.preflight.data_files import check_data
-    from clients.preflight.files import check_template
+    from clients.preflight.files import check_models, check_template
     from clients.preflight.limits import Limits
-    from clients.preflight.models import check_models
 
     output = settings_of(context).output
     files = load_jobs(job, sets or [])

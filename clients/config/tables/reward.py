@@ -102,3 +102,12 @@ class RewardConfig(Table):
         data.
         """
         return self.type.removeprefix(GENERATED) if self.type.startswith(GENERATED) else None
+
+
+def check_prompt_source(data: Table | None, reward: RewardConfig | None) -> None:
+    """Raise ValueError unless either `data` or the task of `reward` provides the prompts."""
+    is_generated = reward is not None and reward.task is not None
+    if data is not None and is_generated:
+        raise ValueError("the reward reasoning_gym:TASK generates its prompts; remove the key")
+    if data is None and not is_generated:
+        raise ValueError("missing; only the reward reasoning_gym:TASK generates its prompts")

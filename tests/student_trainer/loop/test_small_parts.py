@@ -12,8 +12,7 @@ import pytest
 
 from clients.config.tables.common import TrainConfig
 from clients.data.tokens.tokenizer import first_difference
-from clients.preflight.files import check_processes
-from clients.preflight.models import check_models
+from clients.preflight.files import check_models, check_processes
 from clients.runs import progress as progress_module
 from clients.runs.directory import Control, RunDirectory
 from clients.runs.metrics_file import Point

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from clients.runs.directory import RunDirectory
-from student_trainer.data.device import copy_to_device
+from student_trainer.data.batch import copy_to_device
 from student_trainer.data.packing import micro_batches
 from student_trainer.loop.trainer import Trainer
 from student_trainer.model.loading import load_model
