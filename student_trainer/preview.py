@@ -211,7 +211,7 @@ def _survey_data(
     read_inputs: ReadInputs[Item],
     seed: int,
 ) -> Iterator[SurveyedRecord]:
-    """Yield the sample of records by which a job accepts or refuses each data set."""
+    """Yield the sample of records that decides whether a job accepts each data set."""
     for source_reader, data_set in data_sets(reader):
         data, folder = source_reader.data, Path(data_set.path).parent
         records = open_records(data_set, source_reader.columns)

@@ -72,7 +72,7 @@ def _read(files: WatchedFiles, *, logs_success: bool) -> None:
     try:
         files.read()
     except DistillError as error:
-        log.error("%s was not read again, and its last content stays in force: %s", names, error)
+        log.error("%s cannot be used, and its previous content stays valid: %s", names, error)
     except Exception:
         log.exception("cannot read %s again", names)
     else:

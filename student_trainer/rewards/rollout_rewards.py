@@ -21,7 +21,7 @@ class RolloutRewards:
     """Decodes the answers of rollouts and scores them."""
 
     def __init__(self, rewards: Rewards, tokenizer: Any) -> None:
-        """The caller closes `rewards`, after the last use of this object."""
+        """The caller closes `rewards` after the last use of this object."""
         self._rewards = rewards
         self._tokenizer = tokenizer
 

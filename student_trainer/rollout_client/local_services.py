@@ -83,8 +83,8 @@ class RolloutServices:
     def addresses(self) -> list[str]:
         """Wait until all services of this process are ready, and return HOST:PORT of every service.
 
-        Empty on ranks other than 0 if the job starts its services. Raises InvalidInput if a service
-        does not start.
+        The result is empty on ranks other than 0 if the job starts its services. Raises
+        InvalidInput if a service does not start.
         """
         for service in self._services:
             service.wait_until_ready()

@@ -199,7 +199,7 @@ class Sampler:
         return [self._truncate(*columns, marks) for columns in records]
 
     def plain_ids(self, count: int) -> Tensor:
-        """Return `count` token ids [count] int64 of the policy that are no end tokens."""
+        """Return `count` token ids [count] int64 of the policy that are not end tokens."""
         vocab_size = self._vocab_size or self._model.config.get_text_config().vocab_size
         ids = [token_id for token_id in range(min(vocab_size, 64)) if token_id not in self._ends]
         return torch.tensor((ids * count)[-count:])
@@ -268,7 +268,7 @@ class Sampler:
         limit: int,
         marks: Marks | None,
     ) -> SampledTokens:
-        """Return the tokens up to the first end; `generate` pads sequences that end early."""
+        """Return the tokens up to the first end token; `generate` pads sequences that end early."""
         tokens = tokens[:limit]
         ends = torch.isin(tokens, torch.tensor(self._ends, dtype=torch.long)).nonzero()
         ended, closed = len(ends) > 0, False

@@ -4,11 +4,11 @@ loss                 mean loss of a token, with its weight: the value that train
 kl/teacher           unbiased estimate of the KL between student and teacher, nats per token
 entropy              entropy of the student over the whole vocabulary, nats per token
 ratio/mean           mean of rho = p(y) / mu(y), mu the policy that sampled y; its expectation is 1
-ratio/ess            1 / mean of rho^2: share of effective samples that is left; 1 on-policy
+ratio/ess            1 / mean of rho^2: effective sample size, as a share; 1 on-policy
 ratio/kl             unbiased estimate of KL(mu||p), nats per token; 0 on-policy
 topk/student_mass    mean probability that the student gives to the head ids
 topk/teacher_mass    mean probability that the teacher gives to the head ids
-topk/gradient_sd     sd that k and M independent draws leave in a token's gradient, over its norm
+topk/gradient_sd     sd of a token's gradient with k and M independent draws, divided by its norm
 length/mean          mean number of learned tokens (with a term in the loss) of a sequence
 length/truncated     share of the student's answers that were cut at max_new_tokens
 grad_norm            norm of the gradient before clipping
@@ -16,8 +16,8 @@ grad_norm/skipped    share of updates that changed no weight: no finite gradient
 lr                   learning rate
 tokens               learned tokens of the step, over all processes
 tokens_per_sec       learned tokens per second of the step, over all processes
-tokens_per_sec/process tokens_per_sec over the number of processes: of one GPU
-memory/peak          most GiB of tensors on the GPU in the step; CPU: resident, since the start
+tokens_per_sec/process tokens_per_sec divided by the number of processes (GPUs)
+memory/peak          peak GiB of tensors on the GPU in the step; CPU: peak resident since start
 time/step            seconds of the step without evaluation and saving
 time/rollout         seconds to sample the rollouts and request their rows, or to wait for an engine
 time/teacher_wait    seconds that training waited for the teacher's rows after sampling
@@ -28,19 +28,19 @@ eval/accuracy        share of the answers to held-out prompts that match the ref
 
 Additional metrics on a GPU:
 
-mfu                  model FLOPs of forward and backward passes of the updates, over what the GPUs
-                     could do in that time and in the updates of the weights; known GPUs only
-memory/reserved      most GiB that PyTorch reserved on the GPU in the step
+mfu                  model FLOPs of forward and backward passes, divided by the peak FLOPs of the
+                     GPUs in the time of these passes and of the optimizer; only for known GPUs
+memory/reserved      peak GiB that PyTorch reserved on the GPU in the step
 
 Additional metric of jobs whose rollouts an engine samples:
 
-rollout/lag          steps by which the weights that sampled a token are behind, mean over tokens
+rollout/lag          age in steps of the weights that sampled a token, mean over tokens
 
 A job with a running teacher that has another tokenizer has no metrics topk/... Its loss, kl/teacher
 and eval/kl are the mean of log p - log q over the student's tokens. Additional metrics of this job:
 
 pair/one_to_one      share of the student's tokens that are one token of the teacher
-pair/other_spelling  share of answers that the student's tokenizer would spell with other tokens
+pair/other_spelling  share of answers that the student's tokenizer encodes with other tokens
 pair/left_out        share of answers that cannot be aligned, or that are too long to be read
 
 A job with a store that has another tokenizer has no metrics topk/... Its kl/teacher and eval/kl are
@@ -100,7 +100,7 @@ eval/accuracy        share of all answers with a reward of at least 1 (pass@1)
 eval/reward          mean reward of all answers; an answer without a reward counts as 0
 eval/pass@N          share of prompts with a right answer among all N
 eval/maj@N           share of prompts whose most frequent answer of N is right
-eval/anchor/...      these four of the anchor, if the model has one
+eval/anchor/...      the four metrics above, of the anchor, if the model has one
 reward/errors        share of answers without a reward
 length/mean          mean number of tokens of an answer, over prompts
 length/truncated     share of the answers that were cut at max_new_tokens

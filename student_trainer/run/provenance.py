@@ -74,8 +74,8 @@ class SourceCode:
 def source_code(root: Path) -> SourceCode | None:
     """Return the code of the git checkout whose top directory is `root`.
 
-    Returns None if `root` is no git checkout (for example an installed package), or if git fails or
-    takes more than 5 s.
+    Returns None if `root` is not a git checkout (for example an installed package), or if git fails
+    or takes more than 5 s.
     """
     try:
         if Path(_run_git(root, "rev-parse", "--show-toplevel").strip()) != root.resolve():

@@ -24,7 +24,7 @@ def watch_stop(
 ) -> None:
     """From STOP_SECONDS after a stop request, call `end_waits` until it returns True.
 
-    All three are called in a thread, which also ends when `is_over` returns True.
+    The three functions are called in a thread, which also ends when `is_over` returns True.
     """
 
     def watch() -> None:
@@ -47,7 +47,7 @@ def end_requests_after_stop(client: TeacherClient, is_stop_requested: Callable[[
     """After a stop request, fail the requests of a teacher that is away for STOP_SECONDS.
 
     The last checkpoint then has the last step that ended. A teacher that computes a large batch
-    sends no rows, but answers health checks, and is waited for.
+    sends no rows, but answers health checks; the trainer waits for such a teacher.
     """
 
     def end_requests() -> bool:

@@ -75,7 +75,7 @@ class QuerySettings:
         )
 
     def encode(self, block: RowBlock) -> bytes:
-        """Return the codec bytes of `block`, compressed if the job says so.
+        """Return the codec bytes of `block`, compressed if the job sets `method.compress`.
 
         Raises InvalidInput if the number of tail samples per row differs from the job's number.
         """

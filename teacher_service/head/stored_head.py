@@ -79,7 +79,9 @@ def find_weight(path: Path, names: Sequence[str]) -> StoredWeight:
 
 
 def find_bias(path: Path, names: Sequence[str]) -> str:
-    """Return the first of `names` that the files have. Raises InvalidInput if no name is there."""
+    """Return the first of `names` that the files have. Raises InvalidInput if the files have none
+    of them.
+    """
     tensors = _list_layer_tensors(path, names)
     for name in names:
         if name in tensors:
@@ -176,7 +178,7 @@ def _list_layer_tensors(path: Path, names: Sequence[str]) -> dict[str, _TensorIn
 
 
 def _find_quantised_tensor(tensors: Mapping[str, _TensorInfo], weight: str) -> str | None:
-    """Return a tensor of the weight's layer that only quantised layers have; None if none is."""
+    """Return a tensor of the weight's layer that only quantised layers have; or None."""
     layer = weight.rpartition(".")[0] + "."
     plain = (layer + "weight", layer + "bias")
     layer_tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(layer)}

@@ -1,4 +1,4 @@
-"""Errors as HTTP answers, in the form that vLLM gives them."""
+"""Errors as HTTP responses, in the format of vLLM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RETRY_SECONDS = 1
 
 
 def fault_answer(fault: DistillError, status: int | None = None) -> Response:
-    """Return the answer for an error: its sentence, its field and the status of its code."""
+    """Return the HTTP response for an error: its message, its field and the status of its code."""
     status = status or _STATUS.get(fault.code, 500)
     headers = {}
     if status == 401:

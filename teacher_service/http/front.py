@@ -1,4 +1,4 @@
-"""Serves the HTTP application beside the gRPC server, on the same event loop."""
+"""Serves the HTTP application on the event loop of the gRPC server."""
 
 from __future__ import annotations
 

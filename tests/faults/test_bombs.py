@@ -74,7 +74,7 @@ class Table:
         self.rows.append((door, bomb, peak, budget_bytes / MIB + OVERHEAD))
 
     def check(self) -> None:
-        print("\n| door | bomb | peak | budget |\n|---|---|---|---|")
+        print("\n| entry point | bomb | peak | budget |\n|---|---|---|---|")
         for door, bomb, peak, budget in self.rows:
             print(f"| {door} | {bomb} | {peak:.0f} MiB | {budget:.0f} MiB |")
         assert [door for door, _, peak, budget in self.rows if peak > 1.1 * budget] == []

@@ -19,7 +19,7 @@ from tests.distill_server.conftest import eventually
 from tests.security.conftest import Certificates, Secrets
 from tests.security.processes import Program, server, teacher
 
-REFUSAL = "its last content stays in force"
+REFUSAL = "its previous content stays valid"
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
