@@ -136,8 +136,7 @@ class Learner:
         """Collective. Add up the gradients of the mean loss over all processes.
 
         Returns the sums of the metrics, and the seconds spent waiting for rows. The host does not
-        read the sums from the device. With one process, it only waits for the device where
-        transformers reads the position ids of a micro-batch.
+        read the sums from the device. With one process, it does not wait for the device at all.
         """
         flops = torch.tensor([self.efficiency.flops(pending), 0], dtype=torch.float64)
         lengths = sum_over_ranks(self.accelerator, {**count_lengths(pending), "flops": flops})

@@ -24,6 +24,7 @@ from student_trainer.losses import (
     fused_linear_top_ids,
     rows_from_logits,
 )
+from student_trainer.model.packed_lines import known_packing
 from student_trainer.model.probes import body_of, called_linear_modules, find_logit_map
 
 log = logging.getLogger(__name__)
@@ -166,14 +167,15 @@ class Student(nn.Module):
         """
         head = self.model.get_output_embeddings()
         body = body_of(self.model) if self.placeholder is None else self.model.base_model
-        states = body(**batch.inputs, use_cache=False).last_hidden_state
+        with known_packing(batch.position_ids is not None):
+            states = body(**batch.inputs, use_cache=False).last_hidden_state
         if self.placeholder is not None and batch.images is None:
             states = states + _zero_with_gradients(body)
         return batch.select(states), head.weight, getattr(head, "bias", None)
 
     def _compute_logits(self, batch: Batch, vocab_size: int | None) -> Tensor:
         """Return the logits [N, V] of the first `vocab_size` ids; None: of all ids."""
-        with self.precision():
+        with self.precision(), known_packing(batch.position_ids is not None):
             logits = self.model(**batch.inputs, use_cache=False).logits
         return batch.select(logits[..., :vocab_size])
 
