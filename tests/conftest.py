@@ -1,5 +1,6 @@
 """The environment of every test, set before any test imports torch, Triton or gRPC."""
 
+import gc
 import os
 import shutil
 import subprocess
@@ -49,6 +50,17 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.addaudithook(_refuse_processes)
     if (address := getattr(config, "workerinput", {}).get("fork_server")) is not None:
         fork_from(address)
+    gc.disable()  # collection makes no garbage; the search for some took 40% of its time
+
+
+def pytest_collection_finish() -> None:
+    """Leave the millions of objects of imports and collection out of all later searches."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # for Hypothesis, which is then imported and asks who refers to its generators
 
 
 @pytest.hookimpl(optionalhook=True)
