@@ -48,7 +48,7 @@ def main() -> int:
     end_with_launcher()
     run = RunDirectory(options.run)
     config = run.config()
-    assert isinstance(config, TrainingJob), "launch.py starts the programs of other jobs"
+    assert isinstance(config, TrainingJob), "launch.py selects the program"
     progress = Progress(
         run,
         attempt=options.attempt,

@@ -156,7 +156,7 @@ def _epoch_size(config: AnyTraining, surveyed: Sequence[SurveyedRecord]) -> int:
     """Return the number of records or stored sequences in a pass over the data of a job."""
     if config.stores:
         return surveyed[0].records
-    assert isinstance(config.data, DataConfig), "the job was checked"
+    assert isinstance(config.data, DataConfig), "validation requires data"
     own = [record for record in surveyed if record.data_set == "data.path"]
     left_out = sum(bool(record.left_out) for record in own)
     used = estimate_used(own[0].records if own else 0, len(own), left_out)
@@ -313,7 +313,7 @@ def main() -> int:
 
     def work() -> str:
         config = parse_job(sys.stdin.read())
-        assert isinstance(config, TrainingJob), "the command chooses the program"
+        assert isinstance(config, TrainingJob), "distill preview selects the program"
         return preview_with_teachers(files_on_disk(config), shown).to_json()
 
     return print_reply(work)

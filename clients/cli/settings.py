@@ -70,7 +70,7 @@ class ClientSettings:
 def settings_of(context: typer.Context) -> ClientSettings:
     """Return the ClientSettings that the callback of the app stored in the context."""
     settings = context.find_object(ClientSettings)
-    assert settings is not None, "the app's callback makes it"
+    assert settings is not None, "global_options sets the object"
     return settings
 
 

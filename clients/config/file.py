@@ -353,7 +353,7 @@ def named_files(config: AnyJob) -> list[tuple[str, str]]:
 
 
 def is_file_name(name: str) -> bool:
-    """Return whether a name can only be a path, and no hub id, even if the path does not exist.
+    """Return whether a name can only be a path and not a hub id, even if the path does not exist.
 
     Such a name has a file suffix, a leading "/", "./", "../" or "~", a "\\", more than one "/", or
     an existing directory before the "/". Raises OSError if this directory cannot be accessed.

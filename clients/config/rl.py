@@ -281,7 +281,7 @@ class RLJob(TrainingJob):
         """The format of the prompts of the data set or of the reasoning_gym task."""
         if self.data is not None:
             return self.data.prompt_format
-        assert self.reward is not None, "one of them has the prompts"
+        assert self.reward is not None, "the data or the task provides prompts"
         return PromptFormat(template=self.reward.template)
 
     @property

@@ -107,7 +107,7 @@ def _collect_change(change: Any, number: int) -> Mapping[KeyPath, Any]:
 
 
 def _check_key(key: KeyPath, other_keys: Collection[KeyPath]) -> None:
-    """Raise SweepFault if a sweep cannot have the key, or not beside the other keys."""
+    """Raise SweepFault if a sweep cannot have the key, or not together with the other keys."""
     if key in other_keys:
         raise SweepFault(key, "is given twice")
     for other_key in other_keys:

@@ -163,7 +163,7 @@ def encode_marked(tokenizer: Any, text: str, change: Change | None = None) -> An
         name = control.names[ord(match[0][0]) - _PLACEHOLDERS]
         return name * (len(match[0]) // len(name))
 
-    assert control.pattern is not None, "a text has placeholders of its tokens"
+    assert control.pattern is not None, "only names of control tokens become placeholders"
     renamed = control.pattern.sub(to_private_name, text)
     plain = re.sub(r"([\U000f0000-\U000ffffd])\1*", to_name, renamed)
     return control.backends[change].encode(plain, add_special_tokens=False)

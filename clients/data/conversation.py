@@ -186,7 +186,7 @@ def require_question(conversation: Conversation, location: str) -> None:
 
 
 def messages_in(value: Any) -> list[Message] | None:
-    """Return the messages in the value of a column; None if it is no list of messages.
+    """Return the messages in the value of a column; None if it is not a list of messages.
 
     A message of ShareGPT, such as {"from": "human", "value": "..."}, gets the keys role and
     content. Null keys are removed.

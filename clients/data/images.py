@@ -78,7 +78,7 @@ class ImageReader:
         pixels, and `max_tokens` model tokens: the context of the model without the other tokens of
         the sequence (None: no limit).
 
-        Raises InvalidInput, naming `field`, if a file is no image, or if a limit is exceeded.
+        Raises InvalidInput, naming `field`, if a file is not an image, or if a limit is exceeded.
         """
         remaining_pixels = MAX_PIXELS
         pixels_of_images: list[Pixels] = []

@@ -54,21 +54,21 @@ class DataSet:
         for file, row, record in self.located(columns):
             yield self.place(file, row), record
 
-    def count(self, columns: Sequence[str], most: int) -> int:
-        """Return the number of records, at most `most`. Reads no values of Parquet files.
+    def count(self, columns: Sequence[str], limit: int) -> int:
+        """Return the number of records, at most `limit`. Reads no values of Parquet files.
 
         Raises InvalidInput as `located`.
         """
         if not self.files:
-            return sum(1 for _ in islice(self.records(columns), most))
+            return sum(1 for _ in islice(self.records(columns), limit))
         count = 0
         for path in self.files:
             if suffix_of(path) == ".parquet":
                 count += count_parquet(path, self.field)
             else:
                 records = read_records(path, columns, self.field)
-                count += sum(1 for _ in islice(records, max(0, most - count)))
-        return min(most, count)
+                count += sum(1 for _ in islice(records, max(0, limit - count)))
+        return min(limit, count)
 
     def located(self, columns: Sequence[str]) -> Iterator[tuple[int, int, Record]]:
         """Yield every record in order, with the index of its file and its row in it, from 1.
@@ -220,31 +220,33 @@ def describe_counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
 
 
-def describe_left_out(reasons: Mapping[str, int], records: int, most: float) -> tuple[str, bool]:
-    """Return how many of `records` are skipped, in words, and whether their share exceeds `most`.
+def describe_left_out(
+    reasons: Mapping[str, int], records: int, max_share: float
+) -> tuple[str, bool]:
+    """Return a sentence about skipped records, and whether their share exceeds `max_share`.
 
     `reasons`: the number of skipped records by reason.
     """
     left_out = sum(reasons.values())
     sentence = f"{left_out:,} of {records:,} records ({left_out / records:.0%}) are left out"
-    return sentence, left_out > most * records
+    return sentence, left_out > max_share * records
 
 
-def check_left_out(reasons: Mapping[str, int], records: int, most: float, field: str) -> None:
+def check_left_out(reasons: Mapping[str, int], records: int, max_share: float, field: str) -> None:
     """Log how many of `records` are skipped, by reason; log nothing if no record is skipped.
 
-    Raises InvalidInput, naming `field`, if their share is larger than `most`.
+    Raises InvalidInput, naming `field`, if their share is larger than `max_share`.
     """
     if not any(reasons.values()):
         return
-    sentence, is_too_many = describe_left_out(reasons, records, most)
+    sentence, is_too_many = describe_left_out(reasons, records, max_share)
     sentence += f": {describe_counts(reasons)}"
     if is_too_many:
         raise InvalidInput(
             sentence,
             field=field,
-            hint=f"correct the data or the limit, or raise data.max_left_out, which is {most:g};"
-            " distill preview shows the records",
+            hint="correct the data or the limit, or raise data.max_left_out, which is"
+            f" {max_share:g}; distill preview shows the records",
         )
     log.warning("%s: %s", field, sentence)
 

@@ -46,7 +46,7 @@ def create_run(
     for name in run_ids(config.method.type, config.name):
         with suppress(FileExistsError):
             return RunDirectory.create(runs / name, *parts)
-    raise AssertionError("there is always another id")
+    raise AssertionError("unreachable: run_ids has no end")
 
 
 def with_absolute_reward(job: Path, config: AnyJob) -> AnyJob:

@@ -309,6 +309,6 @@ def run_program(
     terminated = prepare()
     run = RunDirectory(options.run)
     job = run.config()
-    assert isinstance(job, kind), "trainer_command starts the program of each kind"
+    assert isinstance(job, kind), "trainer_command selects the program"
     progress = Progress(run, attempt=options.attempt, max_steps=0, main=True, terminated=terminated)
     return run_to_verdict(progress, lambda: work(run, job, progress), run.held())

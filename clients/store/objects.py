@@ -245,7 +245,7 @@ class ObjectFolder:
 
     def _require_claim(self) -> None:
         """Raise WrongState if another process has claimed the store after this process."""
-        assert self._claim is not None, "a writer claims the store"
+        assert self._claim is not None, "call claim first"
         if self.read(_CLAIM_NAME) != self._claim:
             raise WrongState(
                 f"another process is writing to {self.name}",
@@ -312,7 +312,7 @@ class ObjectFolder:
             resume_at = time.monotonic() + pause
             while time.monotonic() < resume_at and not self._stopped():
                 time.sleep(_FIRST_PAUSE)
-        raise AssertionError("the attempts have no end")
+        raise AssertionError("unreachable: the loop has no end")
 
     def _no_bucket(self) -> NotFound:
         return NotFound(

@@ -107,7 +107,7 @@ class CachedRecords:
         self, file: int, row: int, text: bytes, checksum: int
     ) -> tuple[str, Mapping[str, Any]]:
         if _checksum(file, row, text) != checksum:
-            assert self.directory is not None, "nothing changes the records in memory"
+            assert self.directory is not None, "records in memory cannot be damaged"
             with suppress(OSError):
                 (self.directory / _FACTS).unlink(missing_ok=True)
             raise Corrupt(

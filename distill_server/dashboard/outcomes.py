@@ -124,7 +124,7 @@ class Outcomes:
 
 
 def _join(metric: str, earlier: Result | None, later: Result) -> Result:
-    """Return the result of a job of which `later` has the newer evaluations."""
+    """Return the result of a job, merged from two results; `later` has the newer evaluations."""
     if earlier is None:
         return later
     sign = sign_of(metric)

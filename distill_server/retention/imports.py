@@ -64,7 +64,7 @@ def import_runs(connection: sqlite3.Connection, runs: Path, source: Path) -> Ite
     """Add the run directories in `source` to the jobs of a server with the directory `runs`.
 
     Directories outside `runs` are copied to `runs`. Runs that started earlier are added earlier.
-    Hidden directories are skipped. Raises InvalidInput if `source` is no directory, or is a run
+    Hidden directories are skipped. Raises InvalidInput if `source` is not a directory, or is a run
     directory itself.
     """
     if not source.is_dir():

@@ -143,7 +143,7 @@ def delete_run(runs: Path, job_id: str) -> None:
 
     Nothing happens if the directory does not exist.
     """
-    assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", job_id), "it was made by run_ids"
+    assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", job_id), "run_ids creates only such ids"
     path = runs / job_id
     with suppress(FileNotFoundError):
         if path.is_symlink():

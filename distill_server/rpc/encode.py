@@ -77,7 +77,7 @@ def encode_teacher(
 
 
 def decode_state(state: pb.JobState.ValueType) -> JobState | None:
-    """Return the state, or None if unspecified. Raises InvalidInput if the number is no state."""
+    """Return the state, or None if unspecified. Raises InvalidInput for an unknown number."""
     if state not in pb.JobState.values():
         raise InvalidInput(f"there is no job state with number {state}", field="state")
     return JobState(pb.JobState.Name(state)) if state else None

@@ -117,7 +117,7 @@ def remove(home: RunDirectory) -> None:
 def command(run: Path, *, attempt: int, processes: int, from_step: int | None = None) -> list[str]:
     """Return the command line of an attempt of the teacher in `run`."""
     record = read_record(RunDirectory(run))
-    assert record is not None, "written before the attempt starts"
+    assert record is not None, "the record is written before the attempt starts"
     tokens = run / "tokens"
     return teacher_command(record.link, record.port, tokens if tokens.exists() else None)
 

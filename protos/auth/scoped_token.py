@@ -38,7 +38,7 @@ def scoped_token(parent: str, job: str, attempt: int, *, rollouts: bool = False)
     """
     text = f"{'rollouts' if rollouts else 'scoped'}.{job}.{attempt}"
     token = f"{text}.{_compute_tag(signing_key(parent), text).hex()}"
-    assert _TOKEN_PATTERN.fullmatch(token), "job ids are made by the server and fit the form"
+    assert _TOKEN_PATTERN.fullmatch(token), "the job id has invalid characters"
     return token
 
 

@@ -105,7 +105,7 @@ class RowBlock:
             *(_select_rows(column, slice(first, last)) for column in _column_values(self))
         )
 
-    def taken(self, places: NDArray[np.int64]) -> RowBlock:
+    def take(self, places: NDArray[np.int64]) -> RowBlock:
         """Return copies of the rows at the indices `places`, in that order."""
         return RowBlock(*(_select_rows(column, places) for column in _column_values(self)))
 

@@ -127,7 +127,7 @@ class WebClient:
                 pause = max(pause, _retry_after(answer.headers))
             log.info("%s; the request is repeated in %.1f s", reason, pause)
             await asyncio.sleep(pause)
-        raise AssertionError("there is at least one attempt")
+        raise AssertionError("attempts must be at least 1")
 
     async def _request_once(self, method: str, url: str, body: object) -> WebAnswer:
         """Send a request and read the answer, all within the time limit.

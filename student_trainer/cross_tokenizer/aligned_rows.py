@@ -33,7 +33,7 @@ class AlignedRows(RowBlock):
     spelled: bool
     weights: NDArray[np.float32] | None = None
 
-    def taken(self, places: NDArray[np.int64] | slice) -> AlignedRows:
+    def take(self, places: NDArray[np.int64] | slice) -> AlignedRows:
         """Return the rows at `places` in this order, with unchanged word numbers."""
         columns = {
             name: column for name, column in vars(self).items() if isinstance(column, np.ndarray)

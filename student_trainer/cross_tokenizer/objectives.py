@@ -49,7 +49,7 @@ class CrossTokenizerObjective:
     def loss(self, batch: Batch) -> LossFunction:
         """Return the loss of the batch as a function of rows, times the weight of each sequence."""
         assert isinstance(batch, AlignedBatch)
-        assert batch.sampling_logprobs is not None, "rollouts have them"
+        assert batch.sampling_logprobs is not None, "rollouts have sampling log-probs"
         sampling = batch.sampling_logprobs
 
         def loss(rows: Rows, index: Index) -> Tensor:
@@ -69,7 +69,7 @@ class CrossTokenizerObjective:
     def metrics(self, batch: Batch, out: FusedLoss) -> dict[str, Tensor]:
         """Return (sum, number) of each metric over the tokens or the answers of a batch."""
         assert isinstance(batch, AlignedBatch)
-        assert batch.sampling_logprobs is not None, "rollouts have them"
+        assert batch.sampling_logprobs is not None, "rollouts have sampling log-probs"
         logprobs = out.rows.token_logprobs
         costs = logprobs - batch.teacher.token_logprobs
         return {
@@ -128,7 +128,7 @@ class StoredAnswersObjective:
         shares, learned = batch.teacher.token_logprobs[index], batch.learned[index]
         if self.chunks:
             return chunk_divergence(rows.token_logprobs, shares, batch.word[index], learned)
-        assert batch.weights is not None, "mapped_rows has them"
+        assert batch.weights is not None, "mapped_rows sets the weights"
         return mapped_kl(rows, shares, batch.weights[index], learned)
 
     @torch.no_grad()

@@ -64,7 +64,7 @@ class SpecialTokenStore:
         entry, block = data.decoded(index)
         ids = np.frombuffer(entry.token_ids, "<i4")
         prompt_ids = self._student_prompt(ids[: entry.start].astype(np.int32))
-        assert prompt_ids is not None, "check has seen it"
+        assert prompt_ids is not None, "check accepts only known prompts"
         token_ids = np.concatenate([prompt_ids, self._student_ids[ids[entry.start :]]]).astype(
             np.int64
         )

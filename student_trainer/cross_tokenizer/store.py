@@ -176,7 +176,7 @@ class CrossTokenizerStore:
                 return _pending_rows(np.array([end, end]), 1, self._skipped_row(block))
             return _pending_rows(line[0], 1, line[1])
         prompt_ids, answer = self._prompts(ids[: entry.start]), ids[entry.start :]
-        assert prompt_ids is not None, "check_prompts has seen it"
+        assert prompt_ids is not None, "check_prompts accepts only known prompts"
         answer, ended = self._read_answer(answer)
         alignment = self._aligner.align(answer, has_end=ended)
         if alignment is None or self._is_too_long(len(prompt_ids) + len(alignment.reader_ids)):
@@ -197,7 +197,7 @@ class CrossTokenizerStore:
 
     def _match_rows(self, alignment: Alignment, ids: Ids, block: RowBlock) -> AlignedRows:
         if self._match == "row":
-            assert self._map is not None, "it is made for this match"
+            assert self._map is not None, "method.match = row has a map"
             return mapped_rows(alignment, ids, block, self._map)
         return unit_rows(alignment, block.token_logprobs, self._match)
 
@@ -236,7 +236,7 @@ def mapped_rows(alignment: Alignment, ids: Ids, block: RowBlock, tokens: TokenMa
     result are the mapped head ids.
     """
     rows = unit_rows(alignment, block.token_logprobs, "chunk")
-    assert block.head_ids is not None, "stored rows have their ids"
+    assert block.head_ids is not None, "stored rows have head ids"
     data = np.frombuffer(alignment.data, np.uint8)
     starts = _first_positions(tokens.aligner.writer.lengths[ids[alignment.read]])
     reader_starts = _first_positions(tokens.aligner.reader.lengths[alignment.reader_ids])

@@ -73,7 +73,7 @@ class StoredText:
             line, line_rows = line[: self.longest], _truncate_rows(line_rows, self.longest)
         if len(line) < 2:
             return None
-        line_rows = line_rows.taken(slice(1, None))
+        line_rows = line_rows.take(slice(1, None))
         return line, replace(line_rows, word=line_rows.word - line_rows.word[0])
 
     def _split_documents(self, ids: Ids) -> Iterator[tuple[int, int, bool]]:
@@ -111,7 +111,7 @@ def _without_first(rows: AlignedRows, alignment: Alignment) -> AlignedRows:
 
 def _placeholder_rows(like: AlignedRows, count: int, unit: int) -> AlignedRows:
     """Return rows of `count` tokens that are not learned, with the columns of `like`."""
-    placeholders = like.taken(np.zeros(count, np.int64))
+    placeholders = like.take(np.zeros(count, np.int64))
     return replace(
         placeholders,
         token_logprobs=np.zeros(count, np.float32),
@@ -123,7 +123,7 @@ def _placeholder_rows(like: AlignedRows, count: int, unit: int) -> AlignedRows:
 
 def _truncate_rows(rows: AlignedRows, count: int) -> AlignedRows:
     """Return the first `count` rows. An incomplete unit at the end is not learned."""
-    remaining_rows = rows.taken(slice(0, count))
+    remaining_rows = rows.take(slice(0, count))
     return replace(
         remaining_rows, learned=remaining_rows.learned & (remaining_rows.word != rows.word[count])
     )

@@ -270,7 +270,7 @@ class PromptSet(Generic[Item]):
         items = list[Item]()
         for row in islice(self._stream, skipped_count, skipped_count + count):
             item = self._table.item(row)
-            assert item is not None, "the stream has only rows with items"
+            assert item is not None, "_iterate_from yields only rows with items"
             items.append(item)
         return items
 
@@ -444,11 +444,11 @@ def load_items(
     if not held_out_items:
         raise candidates.no_items_error()
     if data.eval_path is None and encoded_count == len(order):
-        most = len(held_out_items) - 1
+        max_prompts = len(held_out_items) - 1
         raise InvalidInput(
             f"eval.prompts = {held_out} leaves none of the {len(order)} records to train on",
             field="eval.prompts",
-            hint=f"set eval.prompts to at most {most}" if most else "add records",
+            hint=f"set eval.prompts to at most {max_prompts}" if max_prompts else "add records",
         )
     if not data.eval_path:
         rows_of = {field: order[encoded_count:], **rows_of}

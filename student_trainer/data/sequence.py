@@ -53,7 +53,7 @@ class TokenSequence:
         """
         if len(rows) == self.learned:
             return rows
-        return rows.taken((self.places - self.start).numpy())
+        return rows.take((self.places - self.start).numpy())
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class ModelEndpoint:
 
         Raises InvalidInput if `config.endpoint` is not a valid address.
         """
-        assert config.endpoint is not None, "the command asks for it"
+        assert config.endpoint is not None, "the command requires an endpoint"
         self._config = config
         self._model = model
         self._is_chat = config.api == "chat"

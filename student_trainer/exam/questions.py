@@ -61,7 +61,7 @@ def load_questions(config: ExamConfig) -> list[Question]:
             )
             for number, task_question in enumerate(task_questions)
         ]
-    assert config.data is not None, "the command asks for it"
+    assert config.data is not None, "the command requires data"
     data = config.data
     records = open_records(DataSet(data.path, data.name, data.split, "--data"), [])
     if not len(records):

@@ -47,7 +47,7 @@ def pass_at_k(right: NDArray[np.bool_], k: int) -> NDArray[np.float64]:
     2107.03374). `right`: [P, n] bool; 1 <= k <= n.
     """
     n = right.shape[1]
-    assert 1 <= k <= n, "there are not so many answers"
+    assert 1 <= k <= n, "k exceeds the number of answers"
     wrong = n - right.sum(1)
     # Without replacement, draw j is wrong again with chance (wrong - j) / (n - j).
     draw_index = np.arange(k)

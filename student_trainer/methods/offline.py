@@ -226,7 +226,7 @@ def _make_teacher(
     config: OfflineJob, store: TrainingStore, tail: str, connection: Connection, vocab_size: int
 ) -> RemoteTeacher:
     """Return the running teacher, with the row settings of the store."""
-    assert config.teacher is not None, "the caller checks it"
+    assert config.teacher is not None, "the caller checks for a teacher"
     return RemoteTeacher(
         connection.client,
         top_k=store.top_k,

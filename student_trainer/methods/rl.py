@@ -291,7 +291,7 @@ def prepare(config: RLJob, inputs: Inputs) -> Preparation:
     """Compare the tokenizers of student and teacher; read the prompts, and open the retriever."""
     images = load_prompt_images(config)
     pair, vocab_size = pair_tokenizers(config, inputs)
-    assert not isinstance(pair, TokenizerPair), "compare_tokenizers refuses it"
+    assert not isinstance(pair, TokenizerPair), "compare_tokenizers refuses such a pair"
     check_lengths(config, "student", inputs.max_length)
     check_top_k(config.method.top_k, vocab_size, "method.top_k")
     prompts = load_rl_prompts(config, inputs.tokenizer, images, inputs.model_ids)
@@ -320,7 +320,7 @@ def build(
     The anchor starts as a copy of the student's current weights.
     """
     method, rewards = config.method, material.rewards
-    assert (rewards is None) == (config.reward is None), "the caller makes them"
+    assert (rewards is None) == (config.reward is None), "rewards and config differ"
     rollout_rewards = None if rewards is None else RolloutRewards(rewards, material.tokenizer)
     rollouts = make_rollouts(config, material, student, engine)
     anchor, sources = None, teacher_sources(config, material, student)

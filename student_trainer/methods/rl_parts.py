@@ -98,7 +98,7 @@ def _make_conversations(config: RLJob, material: RLMaterial) -> SearchConversati
     """Return the conversations of the job's environment; None if it has none."""
     if config.environment is None:
         return None
-    assert material.retriever is not None, "the environment has one"
+    assert material.retriever is not None, "an environment has a retriever"
     return SearchConversations(
         material.tokenizer,
         material.retriever,

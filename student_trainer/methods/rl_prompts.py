@@ -66,8 +66,8 @@ def load_rl_prompts(
 
 
 def _generate_prompts(config: RLJob, tokenizer: Any) -> RLPrompts:
-    assert config.reward is not None, "the job was checked"
-    assert config.reward.task is not None, "the job was checked"
+    assert config.reward is not None, "validation requires a reward"
+    assert config.reward.task is not None, "validation requires a task"
     prompt_format, max_tokens = config.prompt_format, config.method.max_prompt_tokens
 
     def encode_text(text: str) -> list[int]:

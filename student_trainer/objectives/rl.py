@@ -91,7 +91,7 @@ class RLBatch(Batch):
     @property
     def sampler_logprobs(self) -> Tensor:
         """Log-probs [N] of the tokens under the policy that sampled them, in nats."""
-        assert self.sampling_logprobs is not None, "rollouts have them"
+        assert self.sampling_logprobs is not None, "rollouts have sampling log-probs"
         return self.sampling_logprobs
 
     def without_rows(self) -> RLBatch:

@@ -149,10 +149,10 @@ class TaskQuestions:
                 return question
         raise self._build_error("a prompt that is not held out")
 
-    def _build_error(self, missing_questions: str, found: int = 0) -> InvalidInput:
+    def _build_error(self, missing_questions: str, count: int = 0) -> InvalidInput:
         return InvalidInput(
             f"the task does not generate {missing_questions} within the allowed length",
             field="reward.options",
-            hint=(f"set eval.prompts to at most {found // 2}, " if found > 1 else "")
+            hint=(f"set eval.prompts to at most {count // 2}, " if count > 1 else "")
             + "choose options with more questions, or raise method.max_prompt_tokens",
         )

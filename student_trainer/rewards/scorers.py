@@ -58,15 +58,15 @@ def make_scorer(config: RewardConfig) -> RewardScorer:
         case "math":
             return _math_scorer()
         case "regex":
-            assert config.pattern is not None, "the configuration asks for it"
+            assert config.pattern is not None, "RewardConfig requires a pattern"
             return _regex_scorer(config.pattern)
         case "python":
-            assert config.file is not None, "the configuration asks for it"
+            assert config.file is not None, "RewardConfig requires a file"
             return _python_scorer(Path(config.file))
         case _:
             from student_trainer.rewards.reasoning_gym import Task
 
-            assert config.task is not None, "the configuration names no other type"
+            assert config.task is not None, "RewardConfig allows no other type"
             task = Task(config.task, config.options)
             return RewardScorer(task.score, task.vote)
 

@@ -32,7 +32,9 @@ _MAX_JOBS = 10_000
 
 
 class Fence:
-    """The newest attempt of each job that has sent an order. In memory only: lost at a restart."""
+    """The newest attempt of each job that has sent an order. It is only in memory, so a restart
+    loses it.
+    """
 
     def __init__(self, max_jobs: int = _MAX_JOBS) -> None:
         self._max_jobs = max_jobs

@@ -57,7 +57,7 @@ class TeacherInput:
 
     @cached_property
     def _student_ids(self) -> NDArray[np.int32]:
-        assert self.ids is not None, "otherwise rows have the ids of the student"
+        assert self.ids is not None, "the teacher has the ids of the student"
         return np.argsort(self.ids).astype(np.int32)
 
 
@@ -80,7 +80,7 @@ def teacher_form(config: OnPolicyJob | RLJob, tokenizer: Any) -> PromptFormat:
     template uses. Raises InvalidInput if the template does not support the job's keys.
     """
     template = template_text(tokenizer.chat_template)
-    assert config.teacher is not None, "it has prompts of its own"
+    assert config.teacher is not None, "only a teacher has other prompts"
     prompt_format, arguments = config.prompt_format, config.teacher.template_arguments
     if arguments is None:
         template_names = set(re.findall(r"[A-Za-z_]\w*", template or ""))

@@ -168,7 +168,7 @@ def _list_scored_ids(query: ScoreQuery) -> NDArray[np.int32]:
 
 @contextmanager
 def _raise_corrupt() -> Iterator[None]:
-    """Raise Corrupt for a part of an answer that is no id, no number or no log-prob."""
+    """Raise Corrupt for a part of an answer that is not an id, a number or a log-prob."""
     try:
         with np.errstate(over="ignore", invalid="ignore"):
             yield

@@ -83,7 +83,7 @@ class Dispatcher(ABC):
         """
         if not query.images:
             return await self._enqueue(query, sender)
-        assert isinstance(self._engine, ImageEngine), "validation refuses images otherwise"
+        assert isinstance(self._engine, ImageEngine), "validation allows images only here"
         async with self._image_slots:
             expanded_query = await asyncio.to_thread(self._engine.expand_images, query)
             return await self._enqueue(expanded_query, sender)

@@ -99,7 +99,7 @@ def quantisation_of(path: Path, field: str) -> Mapping[str, Any] | None:
     """Return the entry `quantization_config` of the model at `path`, or None.
 
     The entry of a vision-language model may be in its `text_config`. Raises InvalidInput, naming
-    `field`, if config.json is no JSON object.
+    `field`, if config.json is not a JSON object.
     """
     config = read_object(path / "config.json", field)
     text_config = config.get("text_config")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from clients.html.page import notebook_html
+from clients.html import notebook_html
 from clients.jobs.display.live import show_job
 from clients.jobs.display.tables import (
     Comparison,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from clients.html.page import notebook_html
+from clients.html import notebook_html
 from clients.jobs.display.lines import PlainLines
 from clients.jobs.job import Job, JobEvent
 from clients.jobs.plots.notebook import live_markup

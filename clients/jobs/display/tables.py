@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from clients.html.page import notebook_html
+from clients.html import notebook_html
 from clients.jobs.job import Job, JobState
 from clients.jobs.record import JobRecord
 from clients.jobs.results import (

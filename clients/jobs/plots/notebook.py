@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from clients.config.kinds import parse_job
 from clients.config.summary import JobSummary, summary_of
-from clients.html.page import table_html
+from clients.html import table_html
 from clients.jobs.job import TERMINAL, Job
 from clients.jobs.plots.panels import panels_of
 from clients.jobs.plots.svg import panel_svg, sparkline_svg

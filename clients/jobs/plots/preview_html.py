@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 from clients.data.preview import Preview, RecordPreview, TokenView
-from clients.html.page import html_page, notebook_html, table_html
+from clients.html import html_page, notebook_html, table_html
 
 _LEGEND = (
     ("context", "read, not learned"),

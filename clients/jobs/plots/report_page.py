@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
-from clients.html.page import html_page
+from clients.html import html_page
 from clients.jobs.plots.notebook import samples_markup, values_markup
 from clients.jobs.plots.panels import panels_of
 from clients.jobs.plots.preview_html import render_preview

@@ -161,7 +161,7 @@ class VllmRolloutEngine:
         a CPU, vLLM frees no memory.
         """
         async with self._loading:
-            assert not self._running_orders, "an order runs"
+            assert not self._running_orders, "sleep is called while an order runs"
             self._fault = "they were dropped when it fell asleep"
             await self._llm.sleep(level=1 if self._lora_rank else 2)
             self._asleep = True
