@@ -35,6 +35,7 @@ MODULES = {
     "teacher_service.capture",
     "tests.distill_server.dashboard.scripted_site",
     "tests.distill_server.scripted_server",
+    "tests.faults.dying",
     "tests.teacher_service.http.impatient",
     "tests.teacher_service.serving.gated_teacher",
 }

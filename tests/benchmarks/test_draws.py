@@ -93,6 +93,7 @@ def test_the_variance_of_stratified_draws_is_that_of_the_sampler(draws: int) -> 
     assert chance.sum() == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_the_page_has_every_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.draws.page.TRAINING", tmp_path / "none.json")
     rows = measure_all(make_toy_positions(1000, 1))

@@ -30,6 +30,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_sampler_is_as_far_behind_as_the_lag(pair: Pair, data: Path) -> None:
     run = Run(learning_rate=1e-2, lag=0, weighted=True, seed=0)
     results = {
@@ -47,6 +48,7 @@ def test_the_sampler_is_as_far_behind_as_the_lag(pair: Pair, data: Path) -> None
     assert results[3, True] == results[8, True]
 
 
+@pytest.mark.slow
 def test_runs_are_added_once_and_drawn(
     pair: Pair, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -43,7 +43,12 @@ def test_a_type_that_works(name: str, head: str) -> None:
             "works",
             marks=pytest.mark.slow,
         ),
-        ("rwkv", "the self-test of the student failed: sampling two sequences", "works"),
+        pytest.param(
+            "rwkv",
+            "the self-test of the student failed: sampling two sequences",
+            "works",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "xlstm",
             "the self-test of the student failed: sampling fails",
@@ -52,15 +57,15 @@ def test_a_type_that_works(name: str, head: str) -> None:
         ),
         pytest.param("phimoe", "works", "works", marks=pytest.mark.slow),
         ("mixtral", "works", "adapters do not work with"),
-        ("mamba", "works, one sequence a line", "works"),
+        pytest.param("mamba", "works, one sequence a line", "works", marks=pytest.mark.slow),
         pytest.param("falcon_h1", "works, one sequence a line", "works", marks=pytest.mark.slow),
         pytest.param("jamba", "works, one sequence a line", "works", marks=pytest.mark.slow),
-        ("phi3", "works", "works"),
-        ("gemma3_text", "works", "works"),
+        pytest.param("phi3", "works", "works", marks=pytest.mark.slow),
+        pytest.param("gemma3_text", "works", "works", marks=pytest.mark.slow),
         # Rotary embeddings by type of layer, a linear layer of its own class, layers in stacks.
-        ("gemma4_text", "works", "works"),
+        pytest.param("gemma4_text", "works", "works", marks=pytest.mark.slow),
         ("lfm3", "works, one sequence a line", "works"),
-        ("falcon", "works", "works"),
+        pytest.param("falcon", "works", "works", marks=pytest.mark.slow),
         pytest.param("bamba", "works, one sequence a line", "works", marks=pytest.mark.slow),
         pytest.param(
             "blt",
@@ -91,7 +96,7 @@ def test_every_type_works_or_is_refused_as_the_page_says(name: str) -> None:
 
 @pytest.mark.filterwarnings("default")
 # The head of Bert has another layer before it, that of Dory a factor for each id.
-@pytest.mark.parametrize("name", ["bert", "dory"])
+@pytest.mark.parametrize("name", ["bert", pytest.param("dory", marks=pytest.mark.slow)])
 def test_a_type_whose_head_is_not_linear(name: str) -> None:
     outcome = examine(name)
     assert outcome.teacher.startswith("the logits of the model are not one linear layer")

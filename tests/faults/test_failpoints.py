@@ -9,7 +9,6 @@ import ast
 import json
 import shutil
 import signal
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -23,6 +22,7 @@ from tests.architecture.sources import PRODUCT, python_files
 from tests.faults.dying import NEW, OLD
 from tests.faults.history import History
 from tests.faults.sequences import WAIT, assert_equal, expected, fake, sequences
+from tests.forked_python import run_forked
 from tests.teacher_service.conftest import StartTeacher
 
 # In the order in which they are reached; on the second hit, the file is the manifest.
@@ -89,12 +89,7 @@ def test_actions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_dying_children(kind: str, root: Path, specs: list[str]) -> None:
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.faults.dying", kind, str(root), *specs],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    process = run_forked([sys.executable, "-m", "tests.faults.dying", kind, str(root), *specs])
     assert process.returncode == 0, process.stderr
     assert json.loads(process.stdout) == dict.fromkeys(specs, -signal.SIGKILL)
 

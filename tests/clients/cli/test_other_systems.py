@@ -82,7 +82,7 @@ CLIENT = [
 ELSEWHERE = ["preview"]  # needs torch: test_programs_with_torch
 
 
-@pytest.fixture(params=["darwin", "win32"])
+@pytest.fixture(params=[pytest.param("darwin", marks=pytest.mark.slow), "win32"])
 def system(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -26,7 +26,9 @@ def end_one(server: SmallServer, rng: random.Random) -> None:
     server.runner.end(job_id, Exited(0))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 10))]
+)
 def test_no_job_is_early_and_none_is_forgotten(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     predecessors = {

@@ -120,7 +120,8 @@ def test_several_threads_may_order_at_once(start_service: StartService, tmp_path
         assert_all_same(sequences[number], sample_in_process(sent_order, student(1)))
 
 
-@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_a_replica_that_is_killed_at_random_points(
     start_service: StartService, tmp_path: Path, replicas: int
 ) -> None:
@@ -162,11 +163,11 @@ def test_a_replica_that_is_killed_at_random_points(
     "failpoint",
     [
         "order-started:kill:1",
-        "weight-file-read:kill:1",
+        pytest.param("weight-file-read:kill:1", marks=pytest.mark.slow),
         "weights-copied:kill:1",
-        "batch-sampled:kill:1",
+        pytest.param("batch-sampled:kill:1", marks=pytest.mark.slow),
         "batch-sampled:kill:3",
-        "sampled-part-sent:kill:1",
+        pytest.param("sampled-part-sent:kill:1", marks=pytest.mark.slow),
         "sampled-part-sent:kill:7",
     ],
 )
