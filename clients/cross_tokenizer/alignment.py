@@ -32,16 +32,19 @@ _SPACES = np.frombuffer(b" \t\n\r", np.uint8)
 class Alignment:
     """The alignment of an answer of n writer tokens with the T reader tokens of its text.
 
-    reader_ids [T] int32: the reader's encoding, with its end token if the answer has ended. chunk,
-    word [n], reader_chunk, reader_word [T] int64: the index of each token's chunk or word,
-    ascending. The module docstring defines chunks and words. An end token is a chunk and a word,
-    and so is each token that the reader does not read. canonical [n] bool: the writer's encoding of
-    the whole text has this token at this position. read [n] bool: tokens of the text that the
-    reader reads, and the end token; they are the first tokens of the answer. settled [n],
-    reader_settled [T] bool: tokens that stay the same if the text continues; of a text that has
-    ended, all tokens. one_to_one [n], reader_one_to_one [T] bool: tokens with the bytes of one
-    token of the other tokenizer. data: the bytes of the text. stopped: a special token follows the
-    read tokens; this token ends the text but not the answer.
+    - reader_ids [T] int32: the reader's encoding, with its end token if the answer has ended.
+    - chunk, word [n], reader_chunk, reader_word [T] int64: the index of each token's chunk or word,
+      ascending. The module docstring defines chunks and words. An end token is a chunk and a word,
+      and so is each token that the reader does not read.
+    - canonical [n] bool: the writer's encoding of the whole text has this token at this position.
+    - read [n] bool: tokens of the text that the reader reads, and the end token; they are the first
+      tokens of the answer.
+    - settled [n], reader_settled [T] bool: tokens that stay the same if the text continues; of a
+      text that has ended, all tokens.
+    - one_to_one [n], reader_one_to_one [T] bool: tokens with the bytes of one token of the other
+      tokenizer.
+    - data: the bytes of the text.
+    - stopped: a special token follows the read tokens; this token ends the text but not the answer.
     """
 
     reader_ids: NDArray[np.int32]

@@ -27,8 +27,9 @@ FIELD = "teacher.roles"
 class SpecialTokens:
     """The tokens of a tokenizer by id ("" for an unused id), and the roles of its added tokens.
 
-    special: ids without text. text: added ids with text, such as <think> of Qwen3. ends: the id
-    that ends an answer, and the end-of-sequence id; -1 means none.
+    - special: ids without text.
+    - text: added ids with text, such as <think> of Qwen3.
+    - ends: the id that ends an answer, and the end-of-sequence id; -1 means none.
     """
 
     tokens: Sequence[str]
@@ -84,9 +85,10 @@ class SpecialTokens:
 class SpecialTokenMap:
     """The teacher's id of each id of the student.
 
-    ids [n] int32: a permutation of 0 to n - 1. pairs: tokens of student and teacher with the same
-    role. missing: tokens with text and without a counterpart; the other tokenizer encodes this text
-    with ordinary tokens.
+    - ids [n] int32: a permutation of 0 to n - 1.
+    - pairs: tokens of student and teacher with the same role.
+    - missing: tokens with text and without a counterpart; the other tokenizer encodes this text
+      with ordinary tokens.
     """
 
     ids: NDArray[np.int32]

@@ -38,9 +38,10 @@ Change = Callable[[Mapping[str, Any]], dict[str, Any]]
 class _ControlTokens:
     """The control tokens of a tokenizer.
 
-    names: sorted. pattern: matches any name; None without names. spelled: how often each name was
-    read as characters. backends: copies of the tokenizer with private names, by the change made to
-    each copy.
+    - names: sorted.
+    - pattern: matches any name; None without names.
+    - spelled: how often each name was read as characters.
+    - backends: copies of the tokenizer with private names, by the change made to each copy.
     """
 
     names: list[str]

@@ -34,9 +34,10 @@ _MAX_SHOWN_CHARS = 300  # characters of a path in a message
 class Pixels:
     """The images of a sequence, as the processor of a model returns them.
 
-    values [P, D] float32: the patches of all images. grid [n, 3] int64: patches of each image in
-    time, height and width; P is the sum of their products. tokens: number of model tokens per
-    image.
+    - values [P, D] float32: the patches of all images.
+    - grid [n, 3] int64: patches of each image in time, height and width; P is the sum of their
+      products.
+    - tokens: number of model tokens per image.
     """
 
     values: NDArray[np.float32]

@@ -34,8 +34,10 @@ _SAMPLE_CHARS = 40
 class Reading:
     """A way to read records as prompts.
 
-    name: the name of the layout. columns: the columns by their keys in the table `data`. sample:
-    the start of the first prompt. omitted: columns that may belong to the prompt but are not read.
+    - name: the name of the layout.
+    - columns: the columns by their keys in the table `data`.
+    - sample: the start of the first prompt.
+    - omitted: columns that may belong to the prompt but are not read.
     """
 
     name: str

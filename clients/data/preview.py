@@ -134,11 +134,14 @@ class SurveyedRecord:
     """A record after tokenization. inputs: the student's input first; empty if the record is not
     used.
 
-    left_out: the reason why training skips the record. refused: the error with which training
-    fails. lost: (part, text) without a token. others: trained (part, text) that belong to other
-    roles. spelled: names of control tokens in its texts, which are read as characters. data_set:
-    the key of its data set. records: number of records of the data set; of a store, the number of
-    sequences that a job with `epochs` trains on.
+    - left_out: the reason why training skips the record.
+    - refused: the error with which training fails.
+    - lost: (part, text) without a token.
+    - others: trained (part, text) that belong to other roles.
+    - spelled: names of control tokens in its texts, which are read as characters.
+    - data_set: the key of its data set.
+    - records: number of records of the data set; of a store, the number of sequences that a job
+      with `epochs` trains on.
     """
 
     where: str

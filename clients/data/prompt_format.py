@@ -34,9 +34,10 @@ _SYSTEM = ("system", "developer")
 class PromptFormat:
     """The format of a job's prompts. The attributes are keys of the table `data`.
 
-    messages_column: None if the prompt is the text in `prompt_column`. input_column: a text that
-    follows this text in a new line, unless it is empty. completion_column: messages that follow
-    those of `messages_column`. image_column: None if prompts have no images.
+    - messages_column: None if the prompt is the text in `prompt_column`.
+    - input_column: a text that follows this text in a new line, unless it is empty.
+    - completion_column: messages that follow those of `messages_column`.
+    - image_column: None if prompts have no images.
     """
 
     prompt_column: str = "prompt"

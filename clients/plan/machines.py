@@ -15,12 +15,14 @@ from dataclasses import dataclass
 class GpuFigures:
     """The figures of one GPU, per second.
 
-    bf16, float32: peak operations of matrix products with these inputs (float32: as TF32). memory:
-    bytes per second of its memory. size: its memory in GiB. link: bytes per second that a GPU sends
-    to the others of its machine. network: bytes per second that a GPU sends to other machines.
-    host: bytes per second from GPU to host. product_share, memory_share, link_share: the part of a
-    peak that programs reach.
-    launch: seconds of the host for one decoding step of an engine.
+    - bf16, float32: peak operations of matrix products with these inputs (float32: as TF32).
+    - memory: bytes per second of its memory.
+    - size: its memory in GiB.
+    - link: bytes per second that a GPU sends to the others of its machine.
+    - network: bytes per second that a GPU sends to other machines.
+    - host: bytes per second from GPU to host.
+    - product_share, memory_share, link_share: the part of a peak that programs reach.
+    - launch: seconds of the host for one decoding step of an engine.
     """
 
     bf16: float

@@ -30,16 +30,23 @@ _BLOCK, _MIN_SIZE = 64, 4096
 class Load:
     """The quantities that determine the memory of a process.
 
-    sharded: FSDP2 over `processes`; otherwise DDP or a single process. tensor_parallel: size of the
-    groups that share the layers. context_parallel: size of the groups that share the tokens of a
-    micro-batch. bf16: compute dtype. checkpointing: the key `student.gradient_checkpointing`. lora:
-    rank of the adapters; 0 trains all weights. train_head: with adapters, also train the head.
-    tokens: padded tokens of a micro-batch. line: tokens of its longest sequence. sampled: number of
-    sequences sampled together, of `sampled_line` tokens each; the first `sampled_prompt` tokens are
-    read in one forward pass; 0 if the process does not sample. narrow_moments: AdamW moments in 8
-    bits. critic_tokens: tokens of a step whose hidden states the critic reads; 0 without a critic.
-    cuda: GPU or CPU. engine: bytes of a rollout engine on the same GPU. engine_sleeps: the engine
-    frees these bytes while the trainer learns. cpu_offload: shards are in host memory.
+    - sharded: FSDP2 over `processes`; otherwise DDP or a single process.
+    - tensor_parallel: size of the groups that share the layers.
+    - context_parallel: size of the groups that share the tokens of a micro-batch.
+    - bf16: compute dtype.
+    - checkpointing: the key `student.gradient_checkpointing`.
+    - lora: rank of the adapters; 0 trains all weights.
+    - train_head: with adapters, also train the head.
+    - tokens: padded tokens of a micro-batch.
+    - line: tokens of its longest sequence.
+    - sampled: number of sequences sampled together, of `sampled_line` tokens each; the first
+      `sampled_prompt` tokens are read in one forward pass; 0 if the process does not sample.
+    - narrow_moments: AdamW moments in 8 bits.
+    - critic_tokens: tokens of a step whose hidden states the critic reads; 0 without a critic.
+    - cuda: GPU or CPU.
+    - engine: bytes of a rollout engine on the same GPU.
+    - engine_sleeps: the engine frees these bytes while the trainer learns.
+    - cpu_offload: shards are in host memory.
     """
 
     shape: ModelShape

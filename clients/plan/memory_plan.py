@@ -44,10 +44,12 @@ _OFFLOAD: _Change = {"train": {"sharding": "fsdp2", "cpu_offload": True}}
 class MemoryPlan:
     """The memory of a process of a job on a GPU, in bytes.
 
-    parts: bytes by stage and part. peak: bytes of the largest stage. usable: bytes that the job's
-    tensors may take. micro_batch: maximum tokens per micro-batch that fit; 0 if not even one
-    sequence fits. changes: sentences about changes that make the job fit; empty if it fits.
-    longest: tokens of the longest sequence of the job's store; None without a readable store.
+    - parts: bytes by stage and part.
+    - peak: bytes of the largest stage.
+    - usable: bytes that the job's tensors may take.
+    - micro_batch: maximum tokens per micro-batch that fit; 0 if not even one sequence fits.
+    - changes: sentences about changes that make the job fit; empty if it fits.
+    - longest: tokens of the longest sequence of the job's store; None without a readable store.
     """
 
     load: Load

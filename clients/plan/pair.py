@@ -36,11 +36,15 @@ _BRACKETS = re.compile(r"[{}()\[\];<>_#]")
 class PairReport:
     """The report of a pair.
 
-    same: whether both have the same tokenizer; None if unknown. difference: the first difference
-    between the tokenizers. roles: special tokens of student and teacher with the same role, if only
-    special tokens differ; missing: tokens with text and without a counterpart. shares: by kind of
-    text, if the tokenizers must be aligned. refusals: reasons why the pair cannot be trained. loss:
-    the objective of a job. lines: lines for the job file.
+    - same: whether both have the same tokenizer; None if unknown.
+    - difference: the first difference between the tokenizers.
+    - roles: special tokens of student and teacher with the same role, if only special tokens
+      differ.
+    - missing: tokens with text and without a counterpart.
+    - shares: by kind of text, if the tokenizers must be aligned.
+    - refusals: reasons why the pair cannot be trained.
+    - loss: the objective of a job.
+    - lines: lines for the job file.
     """
 
     same: bool | None

@@ -38,9 +38,10 @@ _ACTIVATION_PASSES = 5
 class StepTime:
     """The seconds of the parts of a step, and of the whole step.
 
-    parts: "rollouts", "teacher", "trainer", "push"; only those that the job has. overlaps: whether
-    rollouts run while the trainer learns (rollouts.lag > 0). without_teacher: whether the job has a
-    teacher whose size is not known, so that its seconds are not in `parts`.
+    - parts: "rollouts", "teacher", "trainer", "push"; only those that the job has.
+    - overlaps: whether rollouts run while the trainer learns (rollouts.lag > 0).
+    - without_teacher: whether the job has a teacher whose size is not known, so that its seconds
+      are not in `parts`.
     """
 
     parts: Mapping[str, float]

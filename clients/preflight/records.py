@@ -23,10 +23,13 @@ _MEMORY_PER_RECORD = 1 + 4 * 4
 
 @dataclass(frozen=True)
 class RecordsEstimate:
-    """The disk space and memory for the records of a job that are in local files. records: number
-    of records. epoch_records: number of records of `data.path`. copy_bytes: size of the copies that
-    no earlier job has made. free_bytes: free space of the disk of `directory`, where the copies
-    are. memory_bytes: memory of each process if the copies exist.
+    """The disk space and memory for the records of a job that are in local files.
+
+    - records: number of records.
+    - epoch_records: number of records of `data.path`.
+    - copy_bytes: size of the copies that no earlier job has made.
+    - free_bytes: free space of the disk of `directory`, where the copies are.
+    - memory_bytes: memory of each process if the copies exist.
     """
 
     records: int

@@ -56,9 +56,9 @@ _CRITIC = "critic.safetensors"
 class Contents:
     """The contents of a checkpoint.
 
-    tensors: the tensors by file and name; the live tensors of the run, not copies. layouts: the
-    layouts of the same files. index: the text of the index file by its name; empty if the weights
-    have one file.
+    - tensors: the tensors by file and name; the live tensors of the run, not copies.
+    - layouts: the layouts of the same files.
+    - index: the text of the index file by its name; empty if the weights have one file.
     """
 
     tensors: Mapping[str, Mapping[str, Tensor]]

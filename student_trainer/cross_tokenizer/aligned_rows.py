@@ -20,11 +20,13 @@ from student_trainer.data.packing import Layout
 class AlignedRows(RowBlock):
     """Rows of an answer of n tokens; `token_logprobs` are shares of the teacher's log-probs.
 
-    word [n] int64: the word of each token (for a store: its unit, which may be a chunk), from 0,
-    without gaps. learned [n] bool: tokens with a cost. one_to_one [n] bool: tokens that match one
-    teacher token. spelled: the answer is the student's canonical encoding of its bytes. weights [n,
-    M]: weights of `tail_sample_ids` [n, M], see `mapped_kl`; only for stored rows. The head is a
-    placeholder.
+    - word [n] int64: the word of each token (for a store: its unit, which may be a chunk), from 0,
+      without gaps.
+    - learned [n] bool: tokens with a cost.
+    - one_to_one [n] bool: tokens that match one teacher token.
+    - spelled: the answer is the student's canonical encoding of its bytes.
+    - weights [n, M]: weights of `tail_sample_ids` [n, M], see `mapped_kl`; only for stored rows.
+      The head is a placeholder.
     """
 
     word: NDArray[np.int64]
@@ -59,9 +61,11 @@ class AlignedRows(RowBlock):
 class AlignedBatch(Batch):
     """A batch of S answers with AlignedRows; `teacher.token_logprobs` [N] are shares.
 
-    word [N] int64, below N: the word of each token; two answers have no number in common. learned,
-    one_to_one [N] bool: as in AlignedRows. spelled [S] bool. left_out [S] bool: no token is
-    learned. weights [N, M]: the weights of `sample_ids`; None if the rows have no weights.
+    - word [N] int64, below N: the word of each token; two answers have no number in common.
+    - learned, one_to_one [N] bool: as in AlignedRows.
+    - spelled [S] bool.
+    - left_out [S] bool: no token is learned.
+    - weights [N, M]: the weights of `sample_ids`; None if the rows have no weights.
     """
 
     word: Tensor

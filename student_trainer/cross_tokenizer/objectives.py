@@ -93,8 +93,9 @@ class CrossTokenizerObjective:
 class StoredAnswersObjective:
     """The objective to minimise: a loss plus cross_entropy * (-log p of each token), in nats.
 
-    chunks: whether the loss is `chunk_divergence`; otherwise `mapped_kl`. temperature: temperature
-    of the student's distribution. cross_entropy: the weight of the second term.
+    - chunks: whether the loss is `chunk_divergence`; otherwise `mapped_kl`.
+    - temperature: temperature of the student's distribution.
+    - cross_entropy: the weight of the second term.
     """
 
     chunks: bool

@@ -28,9 +28,10 @@ MakeRows = Callable[[Alignment, Ids, RowBlock], AlignedRows]
 class StoredText:
     """Reads pieces of packed text.
 
-    aligner: its writer is the teacher, its reader the student. ends: the teacher's ids that end a
-    document. begins, teacher_begins: the special tokens of student and teacher in front of a
-    document. longest: maximum tokens of the student's line, which is truncated; None: no limit.
+    - aligner: its writer is the teacher, its reader the student.
+    - ends: the teacher's ids that end a document.
+    - begins, teacher_begins: the special tokens of student and teacher in front of a document.
+    - longest: maximum tokens of the student's line, which is truncated; None: no limit.
     """
 
     aligner: Aligner

@@ -54,15 +54,20 @@ def placeholder_rows(
 class Batch:
     """B lines of at most T tokens, and the N rows of the learned tokens in them.
 
-    input_ids [B, T] int64: padded at the end. position_ids [B, T] int64: None unless a line has
-    several sequences. line, position [N] int64: line and position of each row's token. sequence [N]
-    int64: the index of its sequence. token_ids [N] int64. head_ids [N, K] int64. teacher: Rows of
-    N. sample_ids [N, M] int64: the teacher's tail samples, or the student's draws, if any.
-    draw_logprobs [N, M] float32: log-probs of the draws, as `TailDraws.logprobs`. sampling_logprobs
-    [N] float32: log-probs in nats under the policy that sampled the tokens; None for stored
-    sequences. sequence_weights [N] float32: the weight of the row's sequence; None if all are 1.
-    teachers: the name of the teacher of each sequence, "" if the job has one teacher. images: the
-    inputs of `image_inputs`; None if no sequence has an image.
+    - input_ids [B, T] int64: padded at the end.
+    - position_ids [B, T] int64: None unless a line has several sequences.
+    - line, position [N] int64: line and position of each row's token.
+    - sequence [N] int64: the index of its sequence.
+    - token_ids [N] int64.
+    - head_ids [N, K] int64.
+    - teacher: Rows of N.
+    - sample_ids [N, M] int64: the teacher's tail samples, or the student's draws, if any.
+    - draw_logprobs [N, M] float32: log-probs of the draws, as `TailDraws.logprobs`.
+    - sampling_logprobs [N] float32: log-probs in nats under the policy that sampled the tokens;
+      None for stored sequences.
+    - sequence_weights [N] float32: the weight of the row's sequence; None if all are 1.
+    - teachers: the name of the teacher of each sequence, "" if the job has one teacher.
+    - images: the inputs of `image_inputs`; None if no sequence has an image.
     """
 
     input_ids: Tensor

@@ -42,9 +42,10 @@ from student_trainer.data.sequence import MaskedSequence, TokenSequence
 class Example:
     """A sequence of tokens, some of which are learned.
 
-    token_ids: int32 [T]. start: index of the first learned token. mask [T - start] bool: the
-    learned tokens; None: all from `start` on. prompt: the tokens before the last answer, with the
-    reference, for `eval.metric`.
+    - token_ids: int32 [T].
+    - start: index of the first learned token.
+    - mask [T - start] bool: the learned tokens; None: all from `start` on.
+    - prompt: the tokens before the last answer, with the reference, for `eval.metric`.
     """
 
     token_ids: NDArray[np.int32]

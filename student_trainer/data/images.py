@@ -33,8 +33,9 @@ Source = Path | bytes
 class SequenceImages:
     """The images of a sequence, in the order of their placeholders, for one student.
 
-    sources: files or encoded images. digests: the SHA-256 of each image. tokens: the number of
-    tokens of each image in the sequence.
+    - sources: files or encoded images.
+    - digests: the SHA-256 of each image.
+    - tokens: the number of tokens of each image in the sequence.
     """
 
     sources: tuple[Source, ...]

@@ -50,10 +50,13 @@ Item = TypeVar("Item")
 class Prompt:
     """A prompt that the student completes.
 
-    ids [T] int32: its token ids. answer: the reference answer, "" if there is none. teacher: the
-    name of its teacher, "" if the job has only one teacher. text: the prompt before the template,
-    for rewards. fields: the columns of its record, for rewards. weight: the weight of its sequences
-    in the loss. images: the images whose tokens are in `ids`; None without images.
+    - ids [T] int32: its token ids.
+    - answer: the reference answer, "" if there is none.
+    - teacher: the name of its teacher, "" if the job has only one teacher.
+    - text: the prompt before the template, for rewards.
+    - fields: the columns of its record, for rewards.
+    - weight: the weight of its sequences in the loss.
+    - images: the images whose tokens are in `ids`; None without images.
     """
 
     ids: NDArray[np.int32]

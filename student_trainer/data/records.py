@@ -19,11 +19,14 @@ from student_trainer.data.images import Source
 class PromptRecord:
     """A record of the data before tokenization.
 
-    conversation: may end with the assistant's answer. text: the prompt for rewards, before the
-    template. answer: the reference answer, "" if there is none. teacher: the name of its teacher,
-    "" if the job has only one teacher. weight: the weight of its sequences in the loss. fields: all
-    columns, if the reader keeps them. where: the row, for messages. images: the files, or the
-    encoded images.
+    - conversation: may end with the assistant's answer.
+    - text: the prompt for rewards, before the template.
+    - answer: the reference answer, "" if there is none.
+    - teacher: the name of its teacher, "" if the job has only one teacher.
+    - weight: the weight of its sequences in the loss.
+    - fields: all columns, if the reader keeps them.
+    - where: the row, for messages.
+    - images: the files, or the encoded images.
     """
 
     conversation: Conversation
@@ -40,10 +43,12 @@ class PromptRecord:
 class RecordReader:
     """Reads the data sets of one job.
 
-    teachers: the allowed teacher names; if empty, the column is not read. with_fields: keep all
-    columns. needs_answers: refuse a text prompt without an answer; a conversation ends with its
-    last answer. needs_questions: refuse a conversation without a message before this answer.
-    vision_teachers: names of the teachers that accept images.
+    - teachers: the allowed teacher names; if empty, the column is not read.
+    - with_fields: keep all columns.
+    - needs_answers: refuse a text prompt without an answer; a conversation ends with its last
+      answer.
+    - needs_questions: refuse a conversation without a message before this answer.
+    - vision_teachers: names of the teachers that accept images.
     """
 
     data: DataConfig

@@ -95,11 +95,12 @@ class TailDraws:
 class Rollout(TokenSequence):
     """A prompt and one sampled completion. Index i of its tensors is token `start + i`; on the CPU.
 
-    head_ids [T - start, k] int32: the top-k ids of the sampling policy. token_logprobs [T - start]
-    float32: its log-probs of the tokens, in nats. own [T - start] bool: True for tokens that the
-    student sampled; None if it sampled all. Tokens that an environment wrote are inputs but are not
-    learned; their head ids and log-probs are placeholders. draws: L = T - start; None if the
-    sampler drew none.
+    - head_ids [T - start, k] int32: the top-k ids of the sampling policy.
+    - token_logprobs [T - start] float32: its log-probs of the tokens, in nats.
+    - own [T - start] bool: True for tokens that the student sampled; None if it sampled all. Tokens
+      that an environment wrote are inputs but are not learned; their head ids and log-probs are
+      placeholders.
+    - draws: L = T - start; None if the sampler drew none.
     """
 
     head_ids: Tensor

@@ -25,9 +25,10 @@ _REWARDS_WITHOUT_REFERENCE = ("python", "regex")
 class Question:
     """A question.
 
-    number: the index of its record in the data, or of the prompt in the task. conversation: the
-    messages to the model, with the template applied. reference: the reference answer, "" if none is
-    needed. fields: the columns.
+    - number: the index of its record in the data, or of the prompt in the task.
+    - conversation: the messages to the model, with the template applied.
+    - reference: the reference answer, "" if none is needed.
+    - fields: the columns.
     """
 
     number: int

@@ -111,8 +111,9 @@ def _score_vote(votes: Sequence[str], right: NDArray[np.bool_]) -> float:
 class GradedAnswers:
     """The scored answers to P prompts, n per prompt.
 
-    answers: None for a refused prompt. reward: [P, n] float64, NaN if an answer has none. votes:
-    the vote of each answer in a majority vote, "" for none.
+    - answers: None for a refused prompt.
+    - reward: [P, n] float64, NaN if an answer has none.
+    - votes: the vote of each answer in a majority vote, "" for none.
     """
 
     questions: Sequence[Question]

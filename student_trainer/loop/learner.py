@@ -47,11 +47,15 @@ class Watch(Protocol):
 class Method:
     """The parts of a method that the trainer uses.
 
-    objective: the loss and the metrics of a micro-batch. steps: returns this process's sequences of
-    a step. evaluation: the held-out evaluation. anchor: None if the job has no anchor. critic: None
-    if advantages come from groups. facts: values for state.json of every checkpoint. A resumed
-    offline run compares the identity of its store with these values. rollouts_ahead: None if the
-    trainer's processes sample. watches: the watches of the main process.
+    - objective: the loss and the metrics of a micro-batch.
+    - steps: returns this process's sequences of a step.
+    - evaluation: the held-out evaluation.
+    - anchor: None if the job has no anchor.
+    - critic: None if advantages come from groups.
+    - facts: values for state.json of every checkpoint. A resumed offline run compares the identity
+      of its store with these values.
+    - rollouts_ahead: None if the trainer's processes sample.
+    - watches: the watches of the main process.
     """
 
     objective: Objective
@@ -68,9 +72,9 @@ class Method:
 class UpdateSums:
     """The sums of the metrics of an update.
 
-    sums: (sum, number) of each metric in this process, on its device. totals: (sum, number) of the
-    metrics that are computed on the host, over all processes. weight: the sum of the weights of all
-    answers.
+    - sums: (sum, number) of each metric in this process, on its device.
+    - totals: (sum, number) of the metrics that are computed on the host, over all processes.
+    - weight: the sum of the weights of all answers.
     """
 
     sums: Mapping[str, Tensor]

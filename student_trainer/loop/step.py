@@ -26,10 +26,10 @@ _SD = re.compile(r"topk/(\w+_)?gradient_sd")
 class Step:
     """This process's share of a step.
 
-    updates: the sequences of each optimizer update, in the order of the updates. metric_sums:
-    metrics as tensors (sum, number) on the CPU, which the trainer sums over all processes; the
-    names must be equal on all ranks. seconds: metrics `time/...` in seconds; only the main process
-    logs them.
+    - updates: the sequences of each optimizer update, in the order of the updates.
+    - metric_sums: metrics as tensors (sum, number) on the CPU, which the trainer sums over all
+      processes; the names must be equal on all ranks.
+    - seconds: metrics `time/...` in seconds; only the main process logs them.
     """
 
     updates: Sequence[Sequence[PendingRows]]

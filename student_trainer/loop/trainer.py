@@ -62,9 +62,10 @@ log = logging.getLogger(__name__)
 class Trainer:
     """Runs the steps of a job from the last finished step to the verdict.
 
-    step: the last finished step; 0 for a new run. metrics: None except in the main process.
-    resumed_metrics: the metrics of `step`, if its checkpoint contains them. source_files: as
-    `read_source_files` returned them; {} except in the main process.
+    - step: the last finished step; 0 for a new run.
+    - metrics: None except in the main process.
+    - resumed_metrics: the metrics of `step`, if its checkpoint contains them.
+    - source_files: as `read_source_files` returned them; {} except in the main process.
     """
 
     config: AnyTraining

@@ -24,11 +24,12 @@ HIGHEST_LOG_RATIO = 40.0
 class Rows:
     """Log-probs of N distributions over the full vocabulary, in nats.
 
-    head_logprobs [N, K]: at the head ids. tail_logmass [N]: log of the tail mass; -inf if the head
-    is the whole vocabulary. token_logprobs [N]: log-probs of the actual tokens. sample_logprobs [N,
-    M]: log-probs of ids that were drawn from the tail, by the teacher (tail samples) or by the
-    student (draws); None if there are none. For tail samples, the teacher's own rows may hold their
-    mean, [N, 1].
+    - head_logprobs [N, K]: at the head ids.
+    - tail_logmass [N]: log of the tail mass; -inf if the head is the whole vocabulary.
+    - token_logprobs [N]: log-probs of the actual tokens.
+    - sample_logprobs [N, M]: log-probs of ids that were drawn from the tail, by the teacher (tail
+      samples) or by the student (draws); None if there are none. For tail samples, the teacher's
+      own rows may hold their mean, [N, 1].
     """
 
     head_logprobs: Tensor

@@ -51,9 +51,11 @@ Build: TypeAlias = Callable[
 class Inputs:
     """The inputs of `prepare` for every method.
 
-    tokenizer: the student's. width: number of the student's logits. max_length: maximum tokens of
-    the student; None without a limit. teachers: by name; "" is the only teacher of a job without
-    names. rewards: None if the job has none.
+    - tokenizer: the student's.
+    - width: number of the student's logits.
+    - max_length: maximum tokens of the student; None without a limit.
+    - teachers: by name; "" is the only teacher of a job without names.
+    - rewards: None if the job has none.
     """
 
     tokenizer: Any
@@ -82,10 +84,11 @@ class Inputs:
 class Preparation:
     """The result of `prepare`.
 
-    vocab_size: number of ids that teachers and student have in common. epoch_size: number of
-    prompts or stored sequences in a pass over the data; 0 if the job generates its prompts. images:
-    reader of the images in the job's prompts; None without images. store: the store of rows that
-    the job trains on.
+    - vocab_size: number of ids that teachers and student have in common.
+    - epoch_size: number of prompts or stored sequences in a pass over the data; 0 if the job
+      generates its prompts.
+    - images: reader of the images in the job's prompts; None without images.
+    - store: the store of rows that the job trains on.
     """
 
     vocab_size: int

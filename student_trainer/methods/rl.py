@@ -97,10 +97,12 @@ from student_trainer.teachers.source import NoTeacher, PendingRows, TeacherSourc
 class PendingRLSequence(PendingRows):
     """A rollout whose rows may not have arrived, with its advantage and its weight.
 
-    rows: the rows of the first teacher source. other_rows: the rows of the other sources.
-    advantage: [] for the full answer, or [learned], one for each learned token. is_included: False
-    if the loss excludes the answer. weight: the weight of the answer in the mean of an update.
-    old_logprobs: as in RLSequence.
+    - rows: the rows of the first teacher source.
+    - other_rows: the rows of the other sources.
+    - advantage: [] for the full answer, or [learned], one for each learned token.
+    - is_included: False if the loss excludes the answer.
+    - weight: the weight of the answer in the mean of an update.
+    - old_logprobs: as in RLSequence.
     """
 
     other_rows: tuple[Future[RowBlock], ...]

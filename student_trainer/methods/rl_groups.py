@@ -36,9 +36,10 @@ Item = TypeVar("Item")
 class Groups:
     """This process's groups of a step: G groups of n answers, in the order of the updates.
 
-    pending: G * n rollouts with requested rows, group by group. rewards: [G, n] float64, NaN if an
-    answer has none. metric_sums: as in `Step`, over all sampled answers. reward_seconds: time spent
-    on rewards.
+    - pending: G * n rollouts with requested rows, group by group.
+    - rewards: [G, n] float64, NaN if an answer has none.
+    - metric_sums: as in `Step`, over all sampled answers.
+    - reward_seconds: time spent on rewards.
     """
 
     pending: list[PendingRows]

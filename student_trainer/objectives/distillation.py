@@ -40,9 +40,12 @@ EQUAL_POLICIES = 1e-10
 class DistillationObjective:
     """The objective to minimise: KL + cross_entropy * (-log p of the stored token), in nats.
 
-    Both terms are per token. direction, tail: as in `topk_kl`. temperature: temperature of the
-    student's distribution. cross_entropy: weight of the second term, which applies only to stored
-    sequences. teachers: the teacher names of the job, each with a separate KL metric.
+    Both terms are per token.
+
+    - direction, tail: as in `topk_kl`.
+    - temperature: temperature of the student's distribution.
+    - cross_entropy: weight of the second term, which applies only to stored sequences.
+    - teachers: the teacher names of the job, each with a separate KL metric.
     """
 
     direction: Direction

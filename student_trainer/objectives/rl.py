@@ -63,10 +63,12 @@ class KLTerm:
 class RLSequence(ScoredSequence):
     """A rollout with its rows and its advantage.
 
-    rows: the rows of the first KL term. other_rows: the rows of the other terms, in order.
-    advantage: [] for the full answer, or [learned], one per learned token. is_included: False if
-    the loss excludes the answer. old_logprobs [learned]: log-probs of the tokens under p_old, in
-    nats; None in the first update of a step, where p_old is the student itself.
+    - rows: the rows of the first KL term.
+    - other_rows: the rows of the other terms, in order.
+    - advantage: [] for the full answer, or [learned], one per learned token.
+    - is_included: False if the loss excludes the answer.
+    - old_logprobs [learned]: log-probs of the tokens under p_old, in nats; None in the first update
+      of a step, where p_old is the student itself.
     """
 
     other_rows: tuple[RowBlock, ...]
@@ -79,8 +81,10 @@ class RLSequence(ScoredSequence):
 class RLBatch(Batch):
     """A batch of rollouts with advantages.
 
-    other_rows: Rows of N for each KL term except the first. advantages [N]. weights [N]: the weight
-    of each token in the sum of the loss. old_logprobs [N] or None: as in RLSequence.
+    - other_rows: Rows of N for each KL term except the first.
+    - advantages [N].
+    - weights [N]: the weight of each token in the sum of the loss.
+    - old_logprobs [N] or None: as in RLSequence.
     """
 
     other_rows: tuple[Rows, ...]
@@ -110,8 +114,10 @@ class RLBatch(Batch):
 class RLObjective:
     """The objective of an RL job.
 
-    method: its settings. kl_terms: in the order of the rows of every batch; empty if the student
-    learns from rewards alone. has_reward: whether the student learns from rewards.
+    - method: its settings.
+    - kl_terms: in the order of the rows of every batch; empty if the student learns from rewards
+      alone.
+    - has_reward: whether the student learns from rewards.
     """
 
     method: RLConfig

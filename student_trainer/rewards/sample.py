@@ -24,8 +24,11 @@ _PRICE = re.compile(r"\$?\s*(-?\d+(?:\.\d+)?)\.?")
 class RewardSample:
     """An answer to score.
 
-    prompt: the prompt as in the data. text: the answer. reference: the reference answer, "" if
-    there is none. fields: the columns of the prompt's record. tokens: the answer's token count.
+    - prompt: the prompt as in the data.
+    - text: the answer.
+    - reference: the reference answer, "" if there is none.
+    - fields: the columns of the prompt's record.
+    - tokens: the answer's token count.
     """
 
     prompt: str

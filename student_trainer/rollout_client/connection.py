@@ -55,8 +55,9 @@ and half of it is 72. Once upon a time there was a small house at the edge of a 
 class EngineConnection:
     """The rollout services of a job, and the versions of the weights that they load.
 
-    lag: maximum age of the sampling weights, in steps. sleeps: the services free their GPU memory
-    while the trainer learns. end_ids: the tokens that end a sequence.
+    - lag: maximum age of the sampling weights, in steps.
+    - sleeps: the services free their GPU memory while the trainer learns.
+    - end_ids: the tokens that end a sequence.
     """
 
     client: EngineClient

@@ -32,8 +32,9 @@ log = logging.getLogger(__name__)
 class RolloutServiceInfo:
     """The properties that all services of a client share.
 
-    max_length: limit of a sequence; None: no limit. lora_rank: rank of the adapters that snapshots
-    contain; 0: snapshots contain all weights. sleeps: whether `EngineClient.sleep` may be called.
+    - max_length: limit of a sequence; None: no limit.
+    - lora_rank: rank of the adapters that snapshots contain; 0: snapshots contain all weights.
+    - sleeps: whether `EngineClient.sleep` may be called.
     """
 
     engine: str

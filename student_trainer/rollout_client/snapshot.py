@@ -52,8 +52,9 @@ class Probe:
 class Snapshot:
     """A complete snapshot.
 
-    number: the number of the version. dtype: the dtype of the trainer's computation, float32 or
-    bfloat16. files: the digest of each file by name.
+    - number: the number of the version.
+    - dtype: the dtype of the trainer's computation, float32 or bfloat16.
+    - files: the digest of each file by name.
     """
 
     directory: Path

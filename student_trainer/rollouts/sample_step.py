@@ -26,9 +26,10 @@ _ONE_STAGE = 1024
 class SampledStep:
     """One token per sequence, and the policy that it was sampled from, softmax(logits / T).
 
-    token_ids [B] int64. logprobs [B] float32: the policy's log-probs of the tokens, in nats.
-    head_ids [B, k] int64: the policy's top-k ids. draws: ids and log-probs [B, M]; None if there
-    are none.
+    - token_ids [B] int64.
+    - logprobs [B] float32: the policy's log-probs of the tokens, in nats.
+    - head_ids [B, k] int64: the policy's top-k ids.
+    - draws: ids and log-probs [B, M]; None if there are none.
     """
 
     token_ids: Tensor

@@ -33,11 +33,14 @@ _DRAW_STREAM = 1 << 31
 class SampledTokens:
     """The L tokens that were sampled for one sequence, on the CPU.
 
-    token_ids [L] int64. head_ids [L, k] int32: the top-k ids of the policy. token_logprobs [L]
-    float32: the policy's log-probs of the tokens, in nats. ended: whether the last token is an end
-    token. closed: whether the last token completes a mark. draws: the draws of the L tokens; None
-    if there are none. versions: (version of the weights, number of consecutive tokens), in the
-    order of the tokens; empty if the trainer's own process sampled them.
+    - token_ids [L] int64.
+    - head_ids [L, k] int32: the top-k ids of the policy.
+    - token_logprobs [L] float32: the policy's log-probs of the tokens, in nats.
+    - ended: whether the last token is an end token.
+    - closed: whether the last token completes a mark.
+    - draws: the draws of the L tokens; None if there are none.
+    - versions: (version of the weights, number of consecutive tokens), in the order of the tokens;
+      empty if the trainer's own process sampled them.
     """
 
     token_ids: Tensor

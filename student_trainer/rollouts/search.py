@@ -34,8 +34,10 @@ _ACTION = re.compile(r"<(search|answer)>((?:(?!<\1>).)*?)</\1>", re.DOTALL)
 class SearchTurn:
     """A turn to sample.
 
-    token_ids [T] int64: the conversation so far. number: the rollout number. limit: maximum number
-    of tokens to sample. used: number of random numbers that earlier turns of the rollout have used.
+    - token_ids [T] int64: the conversation so far.
+    - number: the rollout number.
+    - limit: maximum number of tokens to sample.
+    - used: number of random numbers that earlier turns of the rollout have used.
     """
 
     token_ids: Tensor

@@ -39,9 +39,10 @@ _NOISE_FACTOR, _LEAST, _MOST = 4.0, 0.25, 2.5
 class SelfTest:
     """The result of a self-test.
 
-    layout: placement of sequences in the lines of a batch. fused: whether the head is a linear
-    layer, possibly scaled or capped. equal_lengths: whether only prompts of equal length are
-    sampled together. untrained: names of the trainable weights that get no gradient.
+    - layout: placement of sequences in the lines of a batch.
+    - fused: whether the head is a linear layer, possibly scaled or capped.
+    - equal_lengths: whether only prompts of equal length are sampled together.
+    - untrained: names of the trainable weights that get no gradient.
     """
 
     layout: Layout
@@ -111,9 +112,11 @@ def run_self_test(
 class _Passes:
     """Log-probs [T, K] of the short sequence at the same head ids, in several passes.
 
-    alone: the sequence by itself. others: in other batches, which must not change the log-probs.
-    evaluated: in a batch with the longer sequence, in two passes in evaluation mode. trained: the
-    same in training mode. `evaluated` and `trained` are [N, K], with the rows of both sequences.
+    - alone: the sequence by itself.
+    - others: in other batches, which must not change the log-probs.
+    - evaluated: in a batch with the longer sequence, in two passes in evaluation mode.
+    - trained: the same in training mode. `evaluated` and `trained` are [N, K], with the rows of
+      both sequences.
     """
 
     alone: Tensor

@@ -42,10 +42,12 @@ Columns: TypeAlias = tuple[tuple[str, str], ...]
 class DataFile:
     """A data file of a job, and the values that the job reads from its records.
 
-    field: the key that names the file. columns: required columns in addition to the columns of
-    prompts. prompts: the format of the prompts; None if the records are no prompts. answers:
-    reference answers are also read, from `answer_column` or from a conversation. learns_answers:
-    the answers are trained on or captured; in a conversation, the answers are always messages.
+    - field: the key that names the file.
+    - columns: required columns in addition to the columns of prompts.
+    - prompts: the format of the prompts; None if the records are not prompts.
+    - answers: reference answers are also read, from `answer_column` or from a conversation.
+    - learns_answers: the answers are trained on or captured; in a conversation, the answers are
+      always messages.
     """
 
     field: str

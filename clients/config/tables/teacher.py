@@ -105,12 +105,14 @@ def started_rules(teacher: TeacherLink | None) -> list[Rule]:
 class RowRequest:
     """The rows that a job requests from its teachers for sequences that the student samples.
 
-    top_k: head ids per row, the value of the key `top_k_key`. temperature: the temperature of the
-    rows. sequence_tokens, answer_tokens: maximum tokens of a prompt with its answer, and of the
-    answer. of_student: the head contains ids that the student chooses and sends. draws: further ids
-    per row that the student sends. tail: a value of `method.tail` that needs no draws.
-    teacher_head: the key and value that select the teacher's ids for the head. tail_samples: ids
-    per row that the teacher samples.
+    - top_k: head ids per row, the value of the key `top_k_key`.
+    - temperature: the temperature of the rows.
+    - sequence_tokens, answer_tokens: maximum tokens of a prompt with its answer, and of the answer.
+    - of_student: the head contains ids that the student chooses and sends.
+    - draws: further ids per row that the student sends.
+    - tail: a value of `method.tail` that needs no draws.
+    - teacher_head: the key and value that select the teacher's ids for the head.
+    - tail_samples: ids per row that the teacher samples.
     """
 
     top_k: int

@@ -23,10 +23,13 @@ _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 class ModelShape:
     """The sizes of a decoder with `layers` layers of attention and a gated MLP.
 
-    hidden: width of the residual stream. intermediate: width of the MLP. heads, kv_heads: number of
-    query heads, and of key and value heads; head_dim: width of a head. tied: the head shares the
-    weights of the embeddings. query_norm: norms of the queries and keys of a head. query_bias,
-    output_bias, mlp_bias: biases of the linear modules.
+    - hidden: width of the residual stream.
+    - intermediate: width of the MLP.
+    - heads, kv_heads: number of query heads, and of key and value heads.
+    - head_dim: width of a head.
+    - tied: the head shares the weights of the embeddings.
+    - query_norm: norms of the queries and keys of a head.
+    - query_bias, output_bias, mlp_bias: biases of the linear modules.
     """
 
     layers: int

@@ -30,8 +30,9 @@ _PLAIN = LogitMap()
 class FusedLoss:
     """Result of a fused loss. Only `loss_sum` can be differentiated; the other fields are detached.
 
-    loss_sum: a scalar, the sum over the rows. rows: Rows of N. metrics: [N] each; "loss" as
-    `loss_fn` returned it, "entropy" of the student in nats.
+    - loss_sum: a scalar, the sum over the rows.
+    - rows: Rows of N.
+    - metrics: [N] each; "loss" as `loss_fn` returned it, "entropy" of the student in nats.
     """
 
     loss_sum: Tensor

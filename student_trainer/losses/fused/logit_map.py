@@ -51,8 +51,9 @@ class LogitCurve:
 class LogitMap:
     """The map from products to logits. The default is a plain linear head.
 
-    vocab_size: only the first `vocab_size` ids have logits; None: all ids. scale: s > 0. cap: c, or
-    None.
+    - vocab_size: only the first `vocab_size` ids have logits; None: all ids.
+    - scale: s > 0.
+    - cap: c, or None.
     """
 
     vocab_size: int | None = None

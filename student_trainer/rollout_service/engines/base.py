@@ -14,9 +14,10 @@ from student_trainer.rollouts.sampler import SampledTokens
 class RolloutEngineInfo:
     """The model, the limits and the supported features of an engine.
 
-    max_length: maximum tokens of one sequence; None: no limit. in_flight: the supported values of
-    `WeightsVersion.in_flight`. lora_rank: rank of the adapters that snapshots contain; 0: snapshots
-    contain all weights. sleeps: `RolloutEngine.sleep` frees memory, and the engine starts asleep.
+    - max_length: maximum tokens of one sequence; None: no limit.
+    - in_flight: the supported values of `WeightsVersion.in_flight`.
+    - lora_rank: rank of the adapters that snapshots contain; 0: snapshots contain all weights.
+    - sleeps: `RolloutEngine.sleep` frees memory, and the engine starts asleep.
     """
 
     name: str
