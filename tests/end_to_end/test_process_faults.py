@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 STEPS, FAULT_STEP = 8, 5
 # In place of at least 600 s. On a busy machine, a step of the other process may take seconds.
 LIMIT = timedelta(seconds=30)
+# Of faults that end before the limit.
+OUTAGE_SECONDS = 2
 CLONE_NEWNET = 0x40000000
 
 
@@ -124,9 +126,13 @@ def assert_attempt_died(run: RunDirectory, code: int, reason: str) -> None:
 
 
 def assert_continues(run: RunDirectory, pair: RunDirectory) -> None:
+    finish(run, 2)
+    assert_equal(run, pair)
+
+
+def assert_equal(run: RunDirectory, pair: RunDirectory) -> None:
     from tests.student_trainer.tiny import curve
 
-    finish(run, 2)
     assert curve(metrics_of(run)) == curve(metrics_of(pair))
     assert weights(run) == weights(pair)
 
@@ -135,16 +141,48 @@ def freeze() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_frozen_process_ends_the_attempt(
     rank: int, material: Material, pair: RunDirectory, tmp_path: Path
 ) -> None:
     run = pair_run(tmp_path / "run", material)
+    assert_frozen_process_ends_attempt(run, rank)
+    assert_continues(run, pair)
+
+
+def assert_frozen_process_ends_attempt(run: RunDirectory, rank: int) -> None:
     with ranks(run, rank, freeze) as processes:
         code = exit_code(processes[1 - rank], run)
         assert processes[rank].exitcode is None
     assert_attempt_died(run, code, "another process of the trainer has not answered")
-    assert_continues(run, pair)
+
+
+@pytest.fixture(scope="module")
+def sharded_pair(material: Material, once: Once) -> RunDirectory:
+    """A run of two processes that share the weights, without interruption."""
+    return RunDirectory(
+        once("sft-fsdp2", lambda path: finish(pair_run(path, material, train__sharding="fsdp2")))
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["frozen", "killed"])
+def test_a_process_with_shards_is_lost(
+    fault: str, material: Material, sharded_pair: RunDirectory, tmp_path: Path
+) -> None:
+    """With FSDP2, the other process waits in the gathering of weights, not of gradients."""
+    run = pair_run(tmp_path / "run", material, train__sharding="fsdp2")
+    if fault == "frozen":
+        assert_frozen_process_ends_attempt(run, 1)
+    else:
+        with ranks(run, 1, kill) as processes:
+            code = exit_code(processes[0], run)
+        assert_attempt_died(run, code, "another process of the trainer")
+    assert_continues(run, sharded_pair)
 
 
 class Cut:
@@ -155,14 +193,47 @@ class Cut:
 
     def __call__(self) -> None:
         self.reached.touch()
-        wait_for(self.done)
+        wait_until(self.done.exists)
 
 
-def wait_for(path: Path) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 300
-    while not path.exists():
-        assert time.monotonic() < deadline, path
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_a_process_frozen_for_less_than_the_limit(
+    material: Material, pair: RunDirectory, tmp_path: Path
+) -> None:
+    """The other process waits, and the job continues."""
+    run = pair_run(tmp_path / "run", material)
+    with ranks(run, 1, freeze) as processes:
+        stat = Path(f"/proc/{processes[1].pid}/stat")
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
+        time.sleep(OUTAGE_SECONDS)
+        assert processes[0].exitcode is None
+        os.kill(processes[1].pid or 0, signal.SIGCONT)
+        assert [exit_code(process, run) for process in processes] == [0, 0]
+    assert_equal(run, pair)
+
+
+@pytest.mark.slow
+def test_a_network_lost_for_less_than_the_limit(
+    material: Material, pair: RunDirectory, tmp_path: Path
+) -> None:
+    """TCP sends the lost packets again, and the job continues."""
+    run, cut = pair_run(tmp_path / "run", material), Cut(tmp_path)
+    with namespace() as machine, ranks(run, 1, cut, machine) as processes:
+        wait_until(cut.reached.exists)
+        machine.set_link("down")
+        cut.done.touch()
+        time.sleep(OUTAGE_SECONDS)
+        assert [process.exitcode for process in processes] == [None, None]
+        machine.set_link("up")
+        assert [exit_code(process, run) for process in processes] == [0, 0]
+    assert_equal(run, pair)
 
 
 @pytest.mark.slow
@@ -172,7 +243,7 @@ def test_a_lost_network_ends_the_attempt(
     """Packets are lost without an error, so both processes wait for their time limit."""
     run, cut = pair_run(tmp_path / "run", material), Cut(tmp_path)
     with namespace() as machine, ranks(run, 1, cut, machine) as processes:
-        wait_for(cut.reached)
+        wait_until(cut.reached.exists)
         machine.set_link("down")
         cut.done.touch()
         codes = [exit_code(process, run) for process in processes]
@@ -186,13 +257,11 @@ def test_a_slow_process_changes_nothing(
 ) -> None:
     """One process needs half a second more for each step, ten times that of an idle machine."""
     from tests.end_to_end.forked_trainer import trainer
-    from tests.student_trainer.tiny import curve
 
     run = pair_run(tmp_path / "run", material)
     with trainer(run, dying=1, failpoint="gradients-ready:sleep:0.5") as process:
         assert process.wait() == 0, process.log
-    assert curve(metrics_of(run)) == curve(metrics_of(pair))
-    assert weights(run) == weights(pair)
+    assert_equal(run, pair)
 
 
 def spoil() -> None:
@@ -201,11 +270,20 @@ def spoil() -> None:
     cross_entropy._cross_entropy = lambda rows, index: rows.token_logprobs * math.nan
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("rank", "sharding"),
+    [
+        (1, "none"),
+        pytest.param(0, "none", marks=pytest.mark.slow),
+        pytest.param(1, "fsdp2", marks=pytest.mark.slow),
+    ],
+)
 def test_losses_of_one_process_that_are_no_numbers(
-    rank: int, material: Material, tmp_path: Path
+    rank: int, sharding: str, material: Material, tmp_path: Path
 ) -> None:
-    run = pair_run(tmp_path / "run", material, train__max_skipped_updates=1)
+    run = pair_run(
+        tmp_path / "run", material, train__max_skipped_updates=1, train__sharding=sharding
+    )
     with ranks(run, rank, spoil) as processes:
         codes = [exit_code(process, run) for process in processes]
     status = run.read_status()
