@@ -3,7 +3,7 @@ FAST := $(addprefix tests/,protos clients distill_server/jobs distill_server/rpc
   teacher_service/cache $(addprefix student_trainer/,losses cross_tokenizer data model run rewards \
   test_critic.py test_critic_advantages.py))
 
-.PHONY: setup docs demo demo-rl demo-search demo-real test test-all test-touched test-fast test-vllm-short test-ray test-slurm test-deploy test-monitoring test-8bit test-track test-formats test-vllm soak chaos lint report bench bench-offline bench-draws bench-rl bench-trl bench-evidence bench-gpu setup-bench-gpu bench-vllm protos clean
+.PHONY: setup docs demo demo-rl demo-search demo-real test test-all test-touched test-fast test-vllm-short test-ray test-slurm test-deploy test-monitoring test-8bit test-track test-formats test-vllm soak chaos lint report bench bench-offline bench-draws bench-rl bench-trl bench-evidence bench-gpu setup-bench-gpu gpu-kit rehearse-gpu-kit bench-vllm protos clean
 PYTHON ?= python3
 # Of faults in `make chaos`; CHAOS: its other options.
 MINUTES ?= 30
@@ -180,6 +180,14 @@ bench-gpu: $(if $(GPU_PYTHON),,setup-bench-gpu)  ## benchmark loss, scoring head
 setup-bench-gpu: setup .venv-vllm-gpu/.installed
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[8bit,bench]' liger-kernel
 
+gpu-kit: setup  ## make dist/gpu-kit.tar.gz, with which a machine without a network tests and measures its GPU (docs/gpu.md)
+	$(BIN)/python -m benchmarks.gpu.kit
+
+rehearse-gpu-kit: gpu-kit .venv-gpu-machine/.installed  ## run the kit's parts on this CPU, in its machine's versions and, as root, without a network; 5 GB
+	rm -rf dist/distill-gpu-kit && tar xzf dist/gpu-kit.tar.gz -C dist
+	PATH=$$PWD/.venv-gpu-machine/bin:$$PATH $(shell test "$$(id -u)" = 0 && command -v unshare >/dev/null && echo unshare -n) \
+	  dist/distill-gpu-kit/run-gpu --cpu --out dist/gpu-results
+
 setup: .venv/.installed
 
 # The packages that a demo needs, without a compiler; .installed adds those of the tests.
@@ -213,6 +221,13 @@ setup: .venv/.installed
 	rm -r .venv-deploy/package .venv-deploy/tools .venv-deploy/aws-cdk-*.tgz
 	touch $@
 
+# The machine that the kit is made for. Packages of the kit that others depend on are removed.
+.venv-gpu-machine/.installed: benchmarks/gpu/kit/machine.txt benchmarks/gpu/kit/packages.txt .venv/.installed
+	$(BIN)/uv venv -q --clear --python 3.12 .venv-gpu-machine
+	$(BIN)/uv pip install -q --python .venv-gpu-machine/bin/python -r benchmarks/gpu/kit/machine.txt
+	$(BIN)/uv pip uninstall -q --python .venv-gpu-machine/bin/python -r benchmarks/gpu/kit/packages.txt
+	touch $@
+
 # With the vLLM for NVIDIA GPUs.
 .venv-vllm-gpu/.installed: pyproject.toml constraints.txt
 	test -x $(VLLM_GPU)/python || $(PYTHON) -m venv .venv-vllm-gpu
@@ -226,4 +241,4 @@ protos:  ## generate the Python code of protos/*.proto; a test checks that it is
 	  protos/teacher.proto protos/distill.proto protos/rollouts.proto
 
 clean:
-	rm -rf .venv .venv-deploy .venv-vllm .venv-vllm-gpu runs site
+	rm -rf .venv .venv-deploy .venv-gpu-machine .venv-vllm .venv-vllm-gpu runs site
