@@ -129,6 +129,7 @@ async def run_server(
                 store,
                 notifier=notifier,
                 control=control,
+                removals=removals,
                 streams=streams,
                 scheduler=scheduler,
                 machine=policy.machine,

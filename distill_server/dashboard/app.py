@@ -36,6 +36,7 @@ from distill_server.dashboard.job_details import (
     sample_steps,
     samples_of,
 )
+from distill_server.dashboard.machine import machine_record
 from distill_server.dashboard.outcomes import Outcomes, results_table
 from distill_server.dashboard.responses import job_record, on_error
 from distill_server.dashboard.teachers import Teachers
@@ -46,8 +47,9 @@ from distill_server.jobs.run_files import SharedReads
 from distill_server.jobs.store import JobStore
 from distill_server.people.audit import Audit, Entry
 from distill_server.places import Places
+from distill_server.retention.removals import Removals
 from distill_server.rpc.streams import Streams
-from distill_server.runners.local.usage import usage_of
+from distill_server.runners.local.usage import all_gpus, usage_of
 from distill_server.runners.machine import Machine
 from distill_server.scheduler import Scheduler
 from protos.auth.access import Role, Tokens
@@ -79,6 +81,10 @@ class _ResumeBody(_RequestBody):
     from_step: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
 
+class _PinBody(_RequestBody):
+    pinned: bool
+
+
 @dataclass
 class Pages:
     """The request handlers: starlette endpoints, which take a request and return a response.
@@ -92,6 +98,7 @@ class Pages:
     runs: Path
     notifier: ChangeNotifier
     control: JobControl
+    removals: Removals
     streams: Streams
     teachers: Teachers
     scheduler: Scheduler
@@ -304,6 +311,22 @@ class Pages:
             entry.about = (job.id,)
         return JSONResponse(job_record(job))
 
+    async def remove(self, request: Request) -> Response:
+        """POST /api/jobs/JOB/remove with {}: remove the job with its files, and return it."""
+        await _parse_body(request, _RequestBody)
+        with self._record_audit("RemoveJob", request) as entry:
+            job = self.removals.remove(request.path_params["job"])
+            entry.about = (job.id,)
+        return JSONResponse(job_record(job))
+
+    async def pin(self, request: Request) -> Response:
+        """POST /api/jobs/JOB/pin with {"pinned": BOOL}: pin or unpin the job and return it."""
+        body = await _parse_body(request, _PinBody)
+        with self._record_audit("PinJob", request) as entry:
+            job = self.removals.pin(request.path_params["job"], pinned=body.pinned)
+            entry.about = (job.id,)
+        return JSONResponse(job_record(job))
+
     def _record_audit(self, action: str, request: Request) -> AbstractContextManager[Entry]:
         client = request.client
         peer = f"http:{client.host}:{client.port}" if client else "http"
@@ -315,6 +338,14 @@ class Pages:
     async def list_teachers(self, request: Request) -> Response:
         """GET /api/teachers: load and cache of the teachers of active jobs."""
         return JSONResponse({"teachers": await self.teachers.list_records()})
+
+    async def read_machine(self, request: Request) -> Response:
+        """GET /api/machine: the jobs and teachers that hold resources, the queue and the GPUs."""
+        gpus = await self.shared_reads.read(("gpus",), all_gpus)
+        record = await self.turns.run_query(
+            lambda: machine_record(self.store, self._read_places(), self.scheduler.teachers, gpus)
+        )
+        return JSONResponse(record)
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics: the server's metrics in the text format of Prometheus."""
@@ -347,7 +378,10 @@ def make_app(pages: Pages, *, tokens: Tokens, host: str, external: str = "") -> 
         Route(f"{job_path}/samples/{{step:int}}", pages.samples),
         Route(f"{job_path}/cancel", pages.cancel, methods=["POST"]),
         Route(f"{job_path}/resume", pages.resume, methods=["POST"]),
+        Route(f"{job_path}/remove", pages.remove, methods=["POST"]),
+        Route(f"{job_path}/pin", pages.pin, methods=["POST"]),
         Route("/api/teachers", pages.list_teachers),
+        Route("/api/machine", pages.read_machine),
         Route("/metrics", pages.metrics),
         Mount("/", StaticFiles(directory=STATIC, html=True)),
     ]

@@ -17,6 +17,7 @@ from distill_server.jobs.control import JobControl
 from distill_server.jobs.run_files import SharedReads
 from distill_server.jobs.store import JobStore
 from distill_server.people.audit import Audit
+from distill_server.retention.removals import Removals
 from distill_server.rpc.streams import Streams
 from distill_server.runners.machine import Machine
 from distill_server.scheduler import Scheduler
@@ -48,6 +49,7 @@ class Dashboard:
         store: JobStore,
         notifier: ChangeNotifier,
         control: JobControl,
+        removals: Removals,
         streams: Streams,
         scheduler: Scheduler,
         machine: Machine,
@@ -66,6 +68,7 @@ class Dashboard:
             runs=runs,
             notifier=notifier,
             control=control,
+            removals=removals,
             streams=streams,
             teachers=Teachers(store, scheduler.teachers),
             scheduler=scheduler,

@@ -47,34 +47,74 @@ class Teachers:
         self._records_at = -_FRESH_SECONDS
 
     async def list_records(self) -> Sequence[Mapping[str, Any]]:
-        """Return one record per teacher: `address`, `jobs` (ids), and `info`, `load` and `at`.
+        """Return one record per teacher: `address`, `jobs`, `waiting`, and `info`, `load` and `at`.
 
-        `at` is the Unix time in seconds at which the teacher answered. A teacher that fails has
-        `fault`, the error's record, in place of `info`, `load` and `at`. At most 32 teachers are
-        listed.
+        `jobs` has the ids of the active jobs that use the teacher, each with the share of its
+        newest step for which it waited for its teachers (null if unknown); `waiting` has the ids of
+        the queued jobs that wait until the teacher answers. `at` is the Unix time in seconds at
+        which the teacher answered. A teacher that fails has `fault`, the error's record, in place
+        of `info`, `load` and `at`; a teacher that does not listen yet has none of these.
+
+        A teacher that this server runs has `process`: `model`, `engine`, `state` (of
+        TeacherProcess), `stage` of its start, `gpus`, `since`, `attempt`, and the `reason` of its
+        last end. At most 32 teachers are listed.
         """
         async with self._lock:
             if time.monotonic() - self._records_at >= _FRESH_SECONDS:
-                jobs = jobs_by_address(self._store.in_state(*_ACTIVE))
-                users = self._store.users_of_teachers()
-                jobs |= {
-                    teacher.address: list(users.get(teacher.key, ()))
-                    for teacher in self._started_teachers
-                }
-                jobs.pop("", None)  # teachers that do not listen yet
-                addresses = sorted(jobs)[:_MAX_TEACHERS]
+                records = self._collect()[:_MAX_TEACHERS]
                 loop = asyncio.get_running_loop()
                 requests = (
-                    loop.run_in_executor(self._threads, _request_info, teacher)
-                    for teacher in addresses
+                    loop.run_in_executor(self._threads, _request_info, record["address"])
+                    for record in records
                 )
                 answers = await asyncio.gather(*requests)
                 self._records = [
-                    {"address": address, "jobs": jobs[address], **answer}
-                    for address, answer in zip(addresses, answers, strict=True)
+                    {**record, **answer} for record, answer in zip(records, answers, strict=True)
                 ]
                 self._records_at = time.monotonic()
             return self._records
+
+    def _collect(self) -> list[dict[str, Any]]:
+        """Return the records without the teachers' answers."""
+        jobs = jobs_by_address(self._store.in_state(*_ACTIVE))
+        waiting = jobs_by_address(self._store.waiting_jobs())
+        records = [
+            {
+                "address": address,
+                "jobs": self._waits(jobs.get(address, ())),
+                "waiting": waiting.get(address, []),
+            }
+            for address in sorted({*jobs, *waiting})
+        ]
+        users = self._store.users_of_teachers()
+        for teacher in self._started_teachers:
+            job_ids = users.get(teacher.key, ())
+            process = {
+                **{"model": teacher.record.link.model, "engine": teacher.record.link.engine},
+                **{"state": teacher.state, "stage": teacher.stage, "since": teacher.since},
+                **{"gpus": teacher.record.gpus, "attempt": teacher.record.attempt},
+                "reason": teacher.failure or teacher.trouble,
+            }
+            address = teacher.address
+            records = [record for record in records if record["address"] != address]
+            records.append(
+                {
+                    "address": address,
+                    "jobs": self._waits(job_ids),
+                    "waiting": [],
+                    "process": process,
+                }
+            )
+        return records
+
+    def _waits(self, job_ids: Iterable[str]) -> dict[str, float | None]:
+        """Return the share of the newest step for which each job waited for its teachers."""
+        shares: dict[str, float | None] = {}
+        for job_id in job_ids:
+            metrics = self._store.job(job_id).metrics
+            seconds, wait = metrics.get("time/step"), metrics.get("time/teacher_wait")
+            shares[job_id] = wait / seconds if seconds and wait is not None else None
+        return shares
 
 
 def jobs_by_address(jobs: Sequence[Job]) -> dict[str, list[str]]:
@@ -95,6 +135,8 @@ def _iter_addresses(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _request_info(address: str) -> dict[str, Any]:
+    if not address:  # a teacher that does not listen yet
+        return {}
     try:
         with open_channel(address, token=TEACHER_TOKEN, scope="dashboard") as channel:
             stub = teacher_pb2_grpc.TeacherStub(channel)

@@ -245,7 +245,11 @@ class JobStore:
 
     def held_shares(self) -> Sequence[Share]:
         """Return the CPU threads and GPUs that the active jobs hold, one Share per job."""
-        return [share_of(row) for row in self._select_active("cpus, gpus")]
+        return list(self.shares_by_job().values())
+
+    def shares_by_job(self) -> Mapping[str, Share]:
+        """Return the CPU threads and GPUs that the active jobs hold, by the id of the job."""
+        return {row["id"]: share_of(row) for row in self._select_active("id, cpus, gpus")}
 
     def users_of_teachers(self) -> Mapping[str, Sequence[str]]:
         """Return the ids of the active jobs that use a teacher of the server, by teacher key."""

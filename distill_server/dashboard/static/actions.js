@@ -1,5 +1,6 @@
 // The cancel and resume buttons and their dialogs, for users whose token has role submit.
 
+import {ask} from "./dialog.js";
 import {el} from "./dom.js";
 import {Fault, post} from "./server.js";
 
@@ -28,7 +29,7 @@ export class Actions {
 
   askCancel() {
     const running = this.job.state !== "QUEUED";
-    this.ask(`Cancel ${this.job.id}?`, [
+    ask(this.dialog, `Cancel ${this.job.id}?`, [
       el("p", {}, running
         ? "The job first saves a checkpoint, so that it can be resumed from its current step."
         : "The job has not started yet."),
@@ -45,7 +46,7 @@ export class Actions {
     const field = (id, hint) => el("input", {id, type: "number", min: 1, placeholder: hint});
     const steps = field("resume-steps", done ? `more than ${this.job.max_steps}` : "as before");
     const from = field("resume-from", "newest");
-    this.ask(`Resume ${this.job.id}?`, [
+    ask(this.dialog, `Resume ${this.job.id}?`, [
       el("label", {for: steps.id}, "Train to step"), steps,
       el("label", {for: from.id}, "Start from the checkpoint of step"), from,
     ], [
@@ -53,16 +54,6 @@ export class Actions {
         {max_steps: Number(steps.value) || 0, from_step: Number(from.value) || 0})],
       ["Close", "", () => {}],
     ]);
-  }
-
-  ask(title, body, choices) {
-    const buttons = choices.filter(Boolean).map(([label, kind, chosen]) =>
-      el("button", {type: "button", class: kind, click: () => {
-        this.dialog.close();
-        chosen();
-      }}, label));
-    this.dialog.replaceChildren(el("h2", {}, title), ...body, el("div", {class: "choices"}, buttons));
-    this.dialog.showModal();
   }
 
   async send(wish, values) {

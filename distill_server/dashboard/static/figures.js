@@ -80,7 +80,7 @@ export function moment(time) {
 export function whyQueued({state, place, why, retry_at: retryAt}) {
   if (state !== "QUEUED" || !place) return "";
   const rest = retryAt ? `, retries in ${duration(retryAt - Date.now() / 1000)}` : "";
-  return `place ${place} in the queue: ${why}${rest}`;
+  return `place ${place}: ${why.replace(/^the job /, "")}${rest}`;
 }
 
 /** Returns the KL to the teacher, or else its lower bound, or else the KL to the anchor. */

@@ -32,6 +32,7 @@ export function fillRow(row, job) {
     [[ago(job.created_at)], moment(job.created_at)],
   ];
   row.className = job.state.toLowerCase();
+  row.querySelector(".pinned").hidden = !job.pinned;
   while (row.children.length > 1) row.lastChild.remove();
   row.append(...cells.map(([cell, title], index) => el("td", {
     "data-label": COLUMNS[index + 1][0], class: cell[0] === "-" ? "none" : null, title: title || null,

@@ -1,8 +1,8 @@
 // The list of jobs with pages, an order, filters and a search, which are in the page's address; updated live.
 
 import {el, setText} from "./dom.js";
-import {MOST_COMPARED} from "./compare_page.js";
 import {COLUMNS, fillRow} from "./job_row.js";
+import {Selection} from "./selection.js";
 import {follow} from "./server.js";
 
 // The delay after the last keystroke before a search starts.
@@ -13,9 +13,10 @@ const STATES = ["RUNNING", "QUEUED", "PREPARING", "CANCELLING", "SUCCEEDED", "FA
 const MOST_FACETS = 10;
 // The characters of a long name that are always shown.
 const TAIL = 16;
+
 /** Shows the list of jobs in `root`; returns the function that closes the page. */
-export function openJobs(root) {
-  const page = new JobsPage(root);
+export function openJobs(root, access) {
+  const page = new JobsPage(root, access);
   page.look();
   const clock = setInterval(() => page.answer && page.draw(page.answer), MS_BETWEEN_DRAWINGS);
   return () => {
@@ -25,18 +26,20 @@ export function openJobs(root) {
 }
 
 class JobsPage {
-  constructor(root) {
+  constructor(root, access) {
     const asked = new URLSearchParams(location.hash.split("?")[1] ?? "");
     this.state = asked.get("state") ?? "";
     this.sort = asked.get("sort") ?? "-submitted";
     this.offset = Number(asked.get("offset")) || 0;
     this.close = () => {};
-    // The ids to compare; they stay selected on other pages of the list.
-    this.chosen = new Set((asked.get("chosen") ?? "").split(",").filter(Boolean));
+    // The jobs stay selected on other pages of the list.
+    const chosen = (asked.get("chosen") ?? "").split(",").filter(Boolean);
+    this.selection = new Selection(chosen, access.may_act, () => this.showSelected());
     this.rows = new Map();
-    this.compare = el("button", {type: "button", hidden: true, click: () => this.openCompare()});
     this.results = el("a", {class: "results-link"}, "Table of results");
-    this.capacity = el("p", {class: "capacity hint", role: "status"});
+    this.capacity = el("span", {role: "status"});
+    this.all = el("input", {type: "checkbox", "aria-label": "Select all jobs of this page",
+      change: () => this.selection.set([...this.rows.keys()], this.all.checked)});
     this.filters = el("div", {class: "filters", role: "group", "aria-label": "Jobs by state"});
     this.facets = el("div", {class: "filters facets", role: "group", "aria-label": "Jobs by owner and label"});
     this.body = el("tbody");
@@ -52,11 +55,11 @@ class JobsPage {
     });
     this.search.value = asked.get("search") ?? "";
     root.append(
-      el("div", {class: "title"}, el("h1", {}, "Jobs"), this.results, this.compare, this.search),
-      this.capacity, this.filters, this.facets, this.note, this.table,
+      el("div", {class: "title"}, el("h1", {}, "Jobs"), this.results, this.search),
+      el("p", {class: "hint capacity"}, this.capacity, " ", el("a", {href: "#/machine"}, "Who uses it?")),
+      this.filters, this.facets, this.selection.element, this.note, this.table,
       el("div", {class: "pager"}, this.newer, this.place, this.older));
     this.drawHead();
-    this.offerCompare();
   }
 
   /** Returns what the address and the request have in common: the filters and the order. */
@@ -67,7 +70,8 @@ class JobsPage {
 
   /** Changes the address without a new page, so that it can be shared, and Back returns to it. */
   writeAddress() {
-    const filled = Object.entries({...this.asked(), chosen: [...this.chosen].join()}).filter(([, value]) => value);
+    const values = {...this.asked(), chosen: [...this.selection.ids].join()};
+    const filled = Object.entries(values).filter(([, value]) => value);
     history.replaceState(null, "", filled.length ? `#/?${new URLSearchParams(filled)}` : "#/");
   }
 
@@ -106,8 +110,9 @@ class JobsPage {
       const turned = this.sort.startsWith("-") ? this.sort.slice(1) : `-${this.sort}`;
       const order = this.sort.startsWith("-") ? "descending" : "ascending";
       return el("th", {scope: "col", title, "aria-sort": current ? order : null},
-        key ? el("button", {type: "button", class: "quiet", "data-sort": key,
-          click: () => this.narrow({sort: current ? turned : key})}, name) : name);
+        el("div", {class: "pick"}, key === "name" ? this.all : null,
+          key ? el("button", {type: "button", class: "quiet", "data-sort": key,
+            click: () => this.narrow({sort: current ? turned : key})}, name) : name));
     }));
     if (focused) this.head.querySelector(`[data-sort="${focused}"]`)?.focus();
   }
@@ -171,6 +176,7 @@ class JobsPage {
     const kept = this.rows;
     this.rows = new Map(jobs.map((job) => [job.id, kept.get(job.id) ?? this.newRow(job)]));
     for (const job of jobs) fillRow(this.rows.get(job.id), job);
+    this.showSelected();
     if ([...this.rows.keys()].join() === before) return;
     // A row that is moved loses the focus.
     const focused = document.activeElement;
@@ -180,36 +186,24 @@ class JobsPage {
 
   /** Creates a row with its first cell, which is never replaced: a click takes a moment. */
   newRow(job) {
-    const box = el("input", {type: "checkbox", "aria-label": `Compare ${job.name}`, value: job.id,
-      change: () => this.select(job.id, box.checked)});
-    box.checked = this.chosen.has(job.id);
+    const box = el("input", {type: "checkbox", "aria-label": `Select ${job.name}`, value: job.id,
+      change: () => this.selection.set([job.id], box.checked)});
     const labels = Object.entries(job.labels).map(([name, text]) => `${name}=${text}`);
     const title = [job.name, job.id, job.owner, ...labels].filter(Boolean).join("\n");
     // The end of a long name tells the jobs of a sweep apart, so the middle is cut.
     const end = job.name.length > TAIL ? job.name.slice(-TAIL) : "";
     const link = el("a", {href: `#/jobs/${encodeURIComponent(job.id)}`, title},
       el("span", {}, job.name.slice(0, job.name.length - end.length)), el("span", {}, end));
-    return el("tr", {"data-job": job.id}, el("td", {}, el("div", {class: "pick"}, box, link)));
+    return el("tr", {"data-job": job.id}, el("td", {}, el("div", {class: "pick"}, box, link,
+      el("small", {class: "pinned", title: "is not removed", hidden: true}, "pinned"))));
   }
 
-  /** Selects a job for the comparison, of at most four. */
-  select(id, chosen) {
-    if (chosen) this.chosen.add(id);
-    else this.chosen.delete(id);
-    this.offerCompare();
+  /** Checks the boxes of the selected jobs, and writes the address. */
+  showSelected() {
+    const {ids} = this.selection;
+    for (const [id, row] of this.rows) row.querySelector("input").checked = ids.has(id);
+    this.all.checked = this.rows.size > 0 && [...this.rows.keys()].every((id) => ids.has(id));
     this.writeAddress();
-  }
-
-  offerCompare() {
-    const count = this.chosen.size;
-    this.compare.hidden = !count;
-    this.compare.disabled = count < 2 || count > MOST_COMPARED;
-    setText(this.compare, count < 2 ? "Select another job to compare"
-      : this.compare.disabled ? `Compare at most ${MOST_COMPARED} jobs` : `Compare ${count} jobs`);
-  }
-
-  openCompare() {
-    location.hash = `#/compare/${[...this.chosen].map(encodeURIComponent).join()}`;
   }
 
   emptyNote() {

@@ -14,7 +14,7 @@ export class LogView {
     this.attempt = 0;
     this.end = () => {};
     this.node = document.createTextNode("");
-    this.text = el("pre", {class: "log", tabindex: 0, "aria-label": "Log"}, this.node);
+    this.text = el("pre", {class: "log", role: "region", tabindex: 0, "aria-label": "Log"}, this.node);
     this.find = new Find(this.node, this.text);
     this.attempts = el("select", {"aria-label": "Attempt", hidden: true,
       change: () => this.start(Number(this.attempts.value))});

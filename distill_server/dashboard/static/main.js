@@ -4,6 +4,7 @@ import {openCompare} from "./compare_page.js";
 import {el, setText} from "./dom.js";
 import {openJob} from "./job_page.js";
 import {openJobs} from "./jobs_page.js";
+import {openMachine} from "./machine_page.js";
 import {Fault, get, hasToken, onLink, useToken} from "./server.js";
 import {openTable} from "./table_page.js";
 import {openTeachers} from "./teachers_page.js";
@@ -15,10 +16,12 @@ const dialog = document.getElementById("token");
 let close = () => {};
 let turn = 0;
 
-/** Returns the function that opens the page of `#/`, `#/teachers`, `#/table`, `#/jobs/ID` or `#/compare/ID,ID`. */
+/** Returns the function that opens the page of `#/`, `#/teachers`, `#/machine`, `#/table`, `#/jobs/ID` or
+ *  `#/compare/ID,ID`. */
 function pageOf(hash) {
   const [, first, second] = hash.split("/");
   if (first === "teachers") return openTeachers;
+  if (first === "machine") return openMachine;
   if (first?.startsWith("table")) return openTable;
   if (first === "compare" && second) {
     return (root) => openCompare(root, second.split(",").map(decodeURIComponent));
@@ -47,10 +50,9 @@ async function show() {
 }
 
 function markPage() {
-  const teachers = location.hash.startsWith("#/teachers");
+  const page = ["#/teachers", "#/machine"].find((name) => location.hash.startsWith(name)) ?? "#/";
   for (const anchor of document.querySelectorAll("nav a")) {
-    const current = (anchor.getAttribute("href") === "#/teachers") === teachers;
-    if (current) anchor.setAttribute("aria-current", "page");
+    if (anchor.getAttribute("href") === page) anchor.setAttribute("aria-current", "page");
     else anchor.removeAttribute("aria-current");
   }
 }

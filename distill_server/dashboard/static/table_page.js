@@ -2,6 +2,7 @@
 
 import {badge, el} from "./dom.js";
 import {number} from "./figures.js";
+import {parallelChart} from "./parallel_chart.js";
 import {Fault, get, repeat} from "./server.js";
 
 const SECONDS = 5;
@@ -25,7 +26,8 @@ export function openTable(root) {
   });
 }
 
-function show(body, {metric, labels, rows}) {
+function show(body, results) {
+  const {metric, labels, rows} = results;
   const fresh = JSON.stringify(rows);
   if (body.dataset.shown === fresh) return;
   body.dataset.shown = fresh;
@@ -34,6 +36,7 @@ function show(body, {metric, labels, rows}) {
   body.replaceChildren(
     el("p", {class: "hint"}, `${rows.length} jobs, the best first`, metric ? ` by ${metric}. ` : ". ",
       rows.length > 1 ? el("a", {href: `#/compare/${ids}`}, "Compare the curves of the first four") : null),
+    ...[parallelChart(results, body.clientWidth)].filter(Boolean),
     el("div", {class: "wide results", role: "region", "aria-label": "Results", tabindex: 0},
       el("table", {class: "plain"},
         el("thead", {}, el("tr", {}, columns.map((name) => el("th", {scope: "col"}, name)))),

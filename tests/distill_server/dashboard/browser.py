@@ -43,8 +43,7 @@ class Browser:
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
         service = webdriver.ChromeService("/usr/bin/chromedriver")
         self._driver = webdriver.Chrome(options=options, service=service)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self._command("Emulation.setEmulatedMedia", {"features": [scheme]})
+        self.prefer(dark=dark)
 
     def __enter__(self) -> Browser:
         return self
@@ -56,6 +55,11 @@ class Browser:
         trace: TracebackType | None,
     ) -> None:
         self._driver.quit()
+
+    def prefer(self, *, dark: bool) -> None:
+        """Set the colour scheme of the system."""
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._command("Emulation.setEmulatedMedia", {"features": [scheme]})
 
     def open(self, url: str) -> None:
         """Load the page anew; a change of the hash alone would not load it."""
@@ -126,6 +130,13 @@ class Browser:
         from selenium.webdriver.support.ui import Select
 
         Select(self._driver.find_element("css selector", selector)).select_by_value(value)
+
+    def send(self, *keys: str) -> None:
+        """Press keys for the focused element; names as in selenium's Keys, else text."""
+        from selenium.webdriver.common.action_chains import ActionChains
+        from selenium.webdriver.common.keys import Keys
+
+        ActionChains(self._driver).send_keys(*(getattr(Keys, key, key) for key in keys)).perform()
 
     def tab(self) -> None:
         from selenium.webdriver.common.action_chains import ActionChains

@@ -30,12 +30,15 @@ from tests.security.processes import Program
 
 READING = [
     *("/api/access", "/api/jobs", "/api/jobs/x", "/api/jobs/x/events", "/api/jobs/x/log"),
-    *("/api/jobs/x/samples", "/api/jobs/x/samples/5", "/api/teachers", "/metrics"),
+    *("/api/jobs/x/samples", "/api/jobs/x/samples/5", "/api/teachers", "/api/machine"),
     *("/api/jobs/x/attempts", "/api/jobs/x/checkpoints", "/api/jobs/x/usage"),
-    "/api/jobs/x/preview",
+    *("/api/jobs/x/preview", "/metrics"),
     "/no/such/page",
 ]
-CHANGING = ["/api/jobs/x/cancel", "/api/jobs/x/resume", "/api/jobs", "/", "/metrics"]
+CHANGING = [
+    *("/api/jobs/x/cancel", "/api/jobs/x/resume", "/api/jobs/x/remove", "/api/jobs/x/pin"),
+    *("/api/jobs", "/", "/metrics"),
+]
 
 
 @pytest.mark.parametrize("path", READING)

@@ -160,6 +160,72 @@ def test_cancel_and_resume_with_a_token_only(guarded_site: Site, browser: Browse
     assert browser.run("return [document.cookie, location.search]") == ["", ""]
 
 
+def test_selected_jobs_are_pinned_cancelled_and_removed(
+    guarded_site: Site, browser: Browser
+) -> None:
+    ended, running, pinned = (
+        guarded_site.submit(name=f"{words} bulk", max_steps=steps)
+        for words, steps in (("pause=0", 1), ("pause=0.1", 1000), ("pause=0 pinned", 1))
+    )
+    for job in (ended, pinned):
+        eventually(lambda job=job: guarded_site.job(job, "read")["state"] == "SUCCEEDED")
+    browser.open(guarded_site.url)
+    browser.run(f"sessionStorage.setItem('distill-token', '{TOKENS['submit']}')")
+    browser.open(f"{guarded_site.url}/#/?search=bulk")
+    eventually(lambda: browser.count(".jobs tbody tr") == 3)
+    assert browser.count(".selection:not([hidden])") == 0
+
+    def press(label: str) -> None:
+        [button] = [
+            button
+            for button in browser.elements(".selection button, dialog[open] button")
+            if button.text == label
+        ]
+        button.click()
+
+    browser.click(f"[data-job='{pinned}'] [type=checkbox]")
+    press("Pin")
+    eventually(lambda: guarded_site.job(pinned, "read")["pinned"])
+    eventually(lambda: browser.count(f"[data-job='{pinned}'] .pinned:not([hidden])") == 1)
+    browser.click("thead [type=checkbox]")
+    assert browser.text(".selection b") == "3 selected"
+    eventually(lambda: guarded_site.job(running, "read")["step"])
+    press("Cancel ...")
+    press("Cancel without checkpoints")
+    eventually(lambda: "1 of 3 jobs cancelled" in browser.text(".outcome"))
+    assert f"job {ended} has already succeeded" in browser.text(".outcome"), "told at the end"
+    eventually(lambda: guarded_site.job(running, "read")["state"] == "CANCELLED")
+    press("Remove ...")
+    press("Close")
+    assert guarded_site.ask(f"/api/jobs/{ended}", role="read").status == 200
+    press("Remove ...")
+    press("Remove 3 jobs")
+    eventually(lambda: "2 of 3 jobs removed" in browser.text(".outcome"))
+    assert f"distill pin --off {pinned}" in browser.text(".outcome")
+    eventually(lambda: browser.count(".jobs tbody tr") == 1)
+    assert browser.text(".selection b") == "1 selected"
+    assert guarded_site.ask(f"/api/jobs/{ended}", role="read").status == 404
+    audit = (guarded_site.runs / "audit.jsonl").read_text()
+    assert {"RemoveJob", "PinJob"} <= {json.loads(line)["action"] for line in audit.splitlines()}
+    browser.run("sessionStorage.clear()")
+    browser.complaints()  # the refused requests
+
+
+def test_who_holds_the_machine_and_who_waits(
+    make_site: Callable[..., Site], browser: Browser
+) -> None:
+    site = make_site(slots=1)
+    running = site.submit(name="pause=0.1", max_steps=1000)
+    queued = site.submit(name="pause=0.1 second", max_steps=1)
+    browser.open(f"{site.url}/#/machine")
+    eventually(lambda: browser.texts("[aria-label=Queue] tbody td:first-child") == ["1"])
+    assert browser.texts("[aria-label=Queue] td")[-1] == "the only slot is in use"
+    assert browser.texts(".meters span")[0] == "1 of 1 slots"
+    links = browser.run("return [...document.querySelectorAll('main a')].map((a) => a.hash)")
+    assert links == [f"#/jobs/{running}", f"#/jobs/{queued}"]
+    browser.open("about:blank")
+
+
 def test_nothing_sticks_out_at_400_pixels(site: Site, browser: Browser) -> None:
     config = OnPolicyJob(
         student=StudentConfig(model="tiny"),
@@ -175,6 +241,7 @@ def test_nothing_sticks_out_at_400_pixels(site: Site, browser: Browser) -> None:
         ("#/", ".jobs tr"),
         (f"#/jobs/{job}", ".curve:not([hidden])"),
         ("#/teachers", ".card"),
+        ("#/machine", ".whole tbody tr"),
         ("#/table?search=a-name-without", ".results tbody tr"),
         (f"#/compare/{job},{site.submit(max_steps=1)}", ".curve:not([hidden])"),
     ):

@@ -166,7 +166,7 @@ def test_the_queue_and_an_attempt_that_died(
     waiting = [site.submit(name=name, max_steps=1) for name in ("second", "third")]
     browser.open(f"{site.url}/#/")
     for place, name in enumerate(waiting, 1):
-        text = f"queuedplace {place} in the queue: the only slot is in use"
+        text = f"queuedplace {place}: the only slot is in use"
         state = f"[data-job='{name}'] td:nth-child(2)"
         eventually(lambda state=state, text=text: browser.text(state) == text)
     assert browser.text(".capacity").startswith("In use: 1 of 1 slots, 1 of 1 CPU threads. In the")

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import closing
 from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -243,14 +244,16 @@ def test_a_dead_teacher_is_told_and_holds_up_nobody(site: Site, tmp_path: Path) 
             return "load" in records.get(live_teacher.address, {}) and "127.0.0.1:1" in records
 
         eventually(has_both)
-    assert set(records[live_teacher.address]) == {"address", "jobs", "info", "load", "at"}
+    assert set(records[live_teacher.address]) == {
+        *("address", "jobs", "waiting", "info", "load", "at")
+    }
     assert "cannot reach" in str(records["127.0.0.1:1"]["fault"])
     # The pages of jobs do not wait for teachers.
     assert site.ask("/api/jobs").status == 200
 
 
 def test_a_teacher_that_the_server_runs_is_told(make_site: Callable[..., Site]) -> None:
-    site = make_site()
+    site = make_site(slots=1)
     job_id = site.submit(
         OnPolicyJob(
             student=StudentConfig(model="tiny"),
@@ -260,14 +263,25 @@ def test_a_teacher_that_the_server_runs_is_told(make_site: Callable[..., Site]) 
             max_steps=1000,
         )
     )
-    teachers: list[dict[str, object]] = []
+    teachers: list[dict[str, Any]] = []
 
     def is_reached() -> bool:
         teachers[:] = site.ask("/api/teachers").json()["teachers"]
         return len(teachers) == 1 and "load" in teachers[0]
 
     eventually(is_reached)
-    eventually(lambda: is_reached() and teachers[0]["jobs"] == [job_id])
+    eventually(lambda: is_reached() and list(teachers[0]["jobs"]) == [job_id])
+    process = teachers[0]["process"]
+    assert (process["model"], process["state"], process["attempt"]) == ("vocab=50", "READY", 1)
+    machine = site.ask("/api/machine").json()
+    assert {holder["name"]: holder["slots"] for holder in machine["holders"]} == {
+        **{"pause=0.1": 1, "vocab=50": 0}
+    }
+    queued_id = site.submit(name="pause=0.1 second", max_steps=9)
+    eventually(lambda: site.ask("/api/machine").json()["queue"])
+    [queued] = site.ask("/api/machine").json()["queue"]
+    assert (queued["id"], queued["place"]) == (queued_id, 1)
+    assert "slot" in queued["why"]
 
 
 def test_prometheus_reads_what_the_server_did(make_site: Callable[..., Site]) -> None:

@@ -1,0 +1,79 @@
+// The page of the server's machine: who holds slots, GPUs and CPU threads, and who waits for whom.
+
+import {badge, el} from "./dom.js";
+import {ago, bytes, percent, whyQueued} from "./figures.js";
+import {Fault, get, repeat} from "./server.js";
+
+const SECONDS = 3;
+
+/** Shows the machine in `root`; returns the function that closes the page. */
+export function openMachine(root) {
+  document.title = "machine - distill";
+  const body = el("div");
+  root.append(el("h1", {}, "Machine"), body);
+  return repeat(SECONDS, async () => {
+    try {
+      show(body, await get("api/machine"));
+    } catch (error) {
+      if (error instanceof Fault) body.replaceChildren(el("p", {class: "notice", role: "alert"}, error.sentence));
+    }
+  });
+}
+
+function show(body, {capacity, holders, queue, gpus}) {
+  const drawn = JSON.stringify([capacity, holders, queue, gpus, ago(holders[0]?.since)]);
+  if (body.dataset.drawn === drawn) return; // keeps the focus and the selection
+  body.dataset.drawn = drawn;
+  const names = new Map([...holders, ...queue].filter(({id}) => id).map(({id}) => [id, link(id, id)]));
+  body.replaceChildren(
+    meters(capacity),
+    el("h2", {}, "In use"),
+    holders.length ? table("In use", ["Job or teacher", "State", "GPUs", "CPU threads", "Owner", "Started"],
+      holders.map((holder) => [
+        holder.id ? link(holder.id, holder.name) : `teacher ${holder.name}`, badge(holder.state),
+        holder.gpus?.join(", ") || "-", holder.cpus || "-", holder.owner || "-", ago(holder.since)]))
+      : el("p", {class: "notice"}, "No job and no teacher of this server runs."),
+    ...gpus.length ? [el("h2", {}, "GPUs"), table("GPUs", ["GPU", "Busy", "Memory", "Held by"],
+      gpus.map((gpu) => [`${gpu.index}: ${gpu.name}`, percent(gpu.busy ?? NaN),
+        gpu.memory_total === null ? "-" : `${bytes(gpu.memory_used)} of ${bytes(gpu.memory_total)}`,
+        holderOf(gpu, holders)]))] : [],
+    el("h2", {}, "Queue"),
+    queue.length ? table("Queue", ["Place", "Job", "Owner", "Waits for"], queue.map((job) => [
+      job.place, link(job.id, job.name), job.owner || "-", linked(reason(job), names)]))
+      : el("p", {class: "notice"}, "No job waits."));
+}
+
+function reason(job) {
+  return whyQueued({...job, state: "QUEUED"}).replace(/^place \d+: /, "");
+}
+
+function meters({slots, gpus, cpus, queued}) {
+  const parts = [["slots", slots], ["GPUs", gpus], ["CPU threads", cpus]].filter(([, counts]) => counts);
+  return el("div", {class: "card meters"},
+    parts.map(([name, [used, all]]) => el("div", {},
+      el("span", {}, `${used} of ${all} ${name}`),
+      el("progress", {max: all || 1, value: Math.min(used, all), "aria-label": `${name} in use`}))),
+    el("div", {}, el("span", {}, `${queued} in the queue`)));
+}
+
+function holderOf({index, uuid}, holders) {
+  const holder = holders.find(({gpus}) => gpus?.some((name) => name === String(index) || uuid.startsWith(name)));
+  if (!holder) return "-";
+  return holder.id ? link(holder.id, holder.name) : `teacher ${holder.name}`;
+}
+
+/** Returns the words of a text, with links in place of the ids of jobs. */
+function linked(text, names) {
+  return text.split(/( |, |: )/).map((word) => names.get(word)?.cloneNode(true) ?? word);
+}
+
+function link(id, text) {
+  return el("a", {href: `#/jobs/${encodeURIComponent(id)}`}, text);
+}
+
+function table(name, columns, rows) {
+  return el("div", {class: "wide results whole", role: "region", "aria-label": name, tabindex: 0},
+    el("table", {class: "plain"},
+      el("thead", {}, el("tr", {}, columns.map((column) => el("th", {scope: "col"}, column)))),
+      el("tbody", {}, rows.map((cells) => el("tr", {}, cells.map((cell) => el("td", {}, cell)))))));
+}
