@@ -138,13 +138,17 @@ class LocalRunner:
         return _read_exit(directory) or self._end_abandoned(directory, card)
 
     def stop(self, run: RunDirectory, attempt: int, *, now: bool) -> None:
-        """Send SIGTERM, and SIGKILL after a grace period; with `now`, only SIGKILL."""
+        """Send SIGTERM, and SIGKILL after a grace period; with `now`, only SIGKILL.
+
+        A shim that is stopped, as by SIGSTOP, is continued: the shim sends the signals.
+        """
         directory = run.logs(attempt)
         signum = signal.SIGQUIT if now else signal.SIGTERM
-        if child := self._children.get(directory):
-            child.send_signal(signum)
-        elif card := self._cards.get(directory) or card_of(directory):
-            send_signal(card.shim, signum)
+        for signal_to_shim in (signum, signal.SIGCONT):
+            if child := self._children.get(directory):
+                child.send_signal(signal_to_shim)
+            elif card := self._cards.get(directory) or card_of(directory):
+                send_signal(card.shim, signal_to_shim)
 
     def _judge_unstarted(self, directory: Path) -> Outcome:
         """Return Running if a shim without shim.json may still be starting, else Lost."""

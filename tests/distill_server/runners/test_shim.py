@@ -158,6 +158,22 @@ def test_stop_now_kills_the_whole_family(run: RunDirectory) -> None:
     assert family(mark) == []
 
 
+@pytest.mark.parametrize("has_restarted", [False, True])
+def test_a_frozen_shim_is_continued_to_stop_its_trainer(
+    run: RunDirectory, has_restarted: bool
+) -> None:
+    """Frozen with the trainer, as by `kill -STOP` of an administrator."""
+    runner = start(run, "import time; time.sleep(600)")
+    card = card_of(run)
+    eventually(lambda: runner.poll(run, 1) == Running())
+    for pid in (card["pid"], card["child_pid"]):
+        os.kill(int(str(pid)), signal.SIGSTOP)
+    server_runner = LocalRunner() if has_restarted else runner
+    server_runner.stop(run, 1, now=True)
+    eventually(lambda: server_runner.poll(run, 1) == Exited(-9))
+    assert family(str(card["mark"])) == []
+
+
 def test_leftovers_are_killed_when_the_trainer_ends(run: RunDirectory) -> None:
     code = "import subprocess; subprocess.Popen(['sleep', '99'], start_new_session=True)"
     runner = start(run, code)
