@@ -227,6 +227,23 @@ def check_models(config: JobConfig, *, here: bool = True) -> list[str]:
     return notes
 
 
+def note_similar_directories(config: JobConfig) -> list[str]:
+    """Return a note for each hub id without "/" that is similar to the name of a directory here.
+
+    Such a name may be a misspelt directory, for which a job would wait as long as the hub does not
+    answer.
+    """
+    notes = []
+    for field, model, _ in list_models(config):
+        similar = similar_path(Path(model)) if "/" not in model and is_hub_id(model) else ""
+        if similar and Path(similar).is_dir():
+            notes.append(
+                f"{field}: {model} is not on this machine: taken as a hub id; did you mean"
+                f" {similar}?"
+            )
+    return notes
+
+
 def list_models(config: JobConfig) -> Iterator[tuple[str, str, Reader]]:
     """Yield the key, the name and the reader of each model that the job loads."""
     student, teacher = config.answering_student, config.teacher_link

@@ -43,14 +43,18 @@ def check(context: typer.Context, job: JobFileArgument, sets: SetOption = None) 
     from clients.jobs.upload import paths_of_server
     from clients.preflight.columns import fit_columns
     from clients.preflight.data_files import check_data
-    from clients.preflight.files import check_models, check_template
+    from clients.preflight.files import (
+        check_models,
+        check_template,
+        note_similar_directories,
+    )
     from clients.preflight.limits import Limits
 
     output = settings_of(context).output
     files = load_jobs(job, sets or [])
     missing_files: set[str] = set()
     for config in (file.config for file in files):
-        for note in check_models(config, here=False):
+        for note in (*check_models(config, here=False), *note_similar_directories(config)):
             output.say(note)
         check_data(config, only_existing=True)
         columns, _ = fit_columns(config, config.data_files)

@@ -117,13 +117,15 @@ def _print_planned_uploads(output: Output, configs: Sequence[AnyJob]) -> bool:
 
 
 def _print_server_paths(output: Output, configs: Sequence[AnyJob], *, are_absolute: bool) -> None:
-    """Print the paths that do not exist on this machine, with similar local paths.
+    """Print the paths that do not exist on this machine, with similar local paths, and the hub ids
+    that may be misspelt directories.
 
     `are_absolute`: print the absolute paths; else the relative ones, which the server looks up in
     its own working directory.
     """
     from clients.config.file import is_absolute
     from clients.jobs.upload import paths_of_server
+    from clients.preflight.files import note_similar_directories
 
     place = "on this machine" if are_absolute else f"in {Path.cwd()}"
     missing_paths = [entry for config in configs for entry in paths_of_server(config)]
@@ -131,6 +133,9 @@ def _print_server_paths(output: Output, configs: Sequence[AnyJob], *, are_absolu
         if is_absolute(path) is are_absolute:
             suggestion = f"; did you mean {similar}?" if similar else ""
             output.say(f"{key}: {path} is not {place}: taken as a path of the server{suggestion}")
+    notes = [note for config in configs for note in note_similar_directories(config)]
+    for note in dict.fromkeys(notes):
+        output.say(note)
 
 
 def _check_with_server(settings: ClientSettings, configs: Sequence[AnyJob]) -> None:

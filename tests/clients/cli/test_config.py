@@ -52,6 +52,19 @@ def test_a_directory_that_is_not_here_is_named(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err.endswith(error)
 
 
+def test_a_hub_id_that_is_like_a_directory_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """A job with such a name would wait for a hub that does not answer."""
+    for model, suggestion in (("studnt", "student"), ("gpt2", ""), ("own/studnt", "")):
+        job = f'method.type = "sft"\nstudent.model = "{model}"\ndata.path = "chats.jsonl"\n'
+        Path("job.toml").write_text(job)
+        note = f"student.model: {model} is not on this machine: taken as a hub id; did you mean"
+        for arguments in (["config", "check", "job.toml"], ["submit", "job.toml"]):
+            expected = ExitCode.OK if arguments[0] == "config" else ExitCode.UNREACHABLE
+            assert main(["--server", "localhost:1", *arguments]) == expected
+            notes = [line for line in capsys.readouterr().err.splitlines() if "hub id" in line]
+            assert notes == [f"{note} {suggestion}?"] * bool(suggestion)
+
+
 def test_conversations_need_a_template(capsys: pytest.CaptureFixture[str]) -> None:
     assert check('data.path = "chats.jsonl"\n') == ExitCode.USAGE
     assert "error: data.messages_column: the tokenizer has no chat template" in (
