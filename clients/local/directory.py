@@ -90,8 +90,7 @@ def _create_atomically(path: Path, parts: tuple[AnyJob, str, str]) -> RunDirecto
         shutil.rmtree(partial, ignore_errors=True)
         raise InvalidInput(
             f"cannot create the run directory {path}: {(error.strerror or str(error)).lower()}",
-            field="--dir",
-            hint="give a new directory, or the directory of an earlier run",
+            hint="give a new directory",
         ) from error
     return RunDirectory(path)
 

@@ -36,7 +36,7 @@ def run(job: JobSource, *, runs: Path | str = "runs", directory: Path | str = ""
     `job`: as for `DistillClient.submit`. `runs`: parent of the new run directory; `directory`: the
     run directory itself, which must not exist. An interrupt (Ctrl-C, or of a notebook's kernel) in
     `wait`, `watch` or `show` of the handle cancels the job after a checkpoint; a second interrupt
-    kills the job. The job is also cancelled when this process exits.
+    kills the job. The job is also cancelled when this process exits, except by SIGKILL.
 
     Raises the errors of `distill run` for a job that cannot start, such as InvalidInput.
     """

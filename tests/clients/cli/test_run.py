@@ -211,9 +211,8 @@ def test_a_directory_of_something_else_is_left_alone(
     job = job_file()
     paths_before = sorted(Path().iterdir())
     assert main(["run", job, "--dir", "mine"]) == ExitCode.USAGE
-    assert (
-        "--dir: cannot create the run directory mine: directory not"
-        " empty" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        "error: cannot create the run directory mine: directory not empty; give a new directory\n"
     )
     assert sorted(Path().iterdir()) == paths_before
     assert main(["run", "--resume", "mine", "--dir", "mine"]) == ExitCode.USAGE
