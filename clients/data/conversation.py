@@ -45,8 +45,12 @@ class Conversation:
 
     @property
     def characters(self) -> int:
-        """The number of characters of all texts."""
-        return sum(len(text_of_content(message.get("content"))) for message in self.messages)
+        """The number of characters of all texts that a chat template may render."""
+        parts = [
+            message.get(key) for message in self.messages for key in ("tool_calls", *REASONING)
+        ]
+        contents = [text_of_content(message.get("content")) for message in self.messages]
+        return sum(map(_count_characters, [*contents, *parts, self.tools]))
 
     @property
     def is_answered(self) -> bool:
@@ -135,6 +139,15 @@ def text_of_content(content: Any) -> str:
         parts = (part for part in content if isinstance(part, Mapping))
         return "\n".join(str(part.get("text")) for part in parts if part.get("type") == "text")
     return str(content or "")
+
+
+def _count_characters(value: Any) -> int:
+    """Return the number of characters of all texts in a JSON value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    return sum(map(_count_characters, value)) if isinstance(value, list | tuple) else 0
 
 
 def conversation_in(

@@ -22,6 +22,7 @@ from clients.data.prompt_format import (
 )
 from clients.data.template_parts import TemplateParts
 from clients.data.tokens.answers import answered_ids, assistant_ids, completion_ids
+from clients.data.tokens.lower_bound import tokens_by_length
 from protos.errors import InvalidInput
 from student_trainer.data.prompts import (
     ALL_IDS,
@@ -33,7 +34,7 @@ from student_trainer.data.prompts import (
     no_items_error,
     require_tokens,
 )
-from student_trainer.data.record_table import Encoder, OmissionCounter, tokens_by_length
+from student_trainer.data.record_table import Encoder, OmissionCounter
 from student_trainer.data.records import PromptRecord, RecordReader
 from student_trainer.data.sequence import MaskedSequence, TokenSequence
 
@@ -142,7 +143,10 @@ class _ExampleEncoder:
 
         Raises InvalidInput, naming `field`, if the prompt has no tokens.
         """
-        if least_tokens := tokens_by_length(record.conversation, self._max_tokens):
+        characters = record.conversation.characters
+        if self._prompt_format.messages_column is None:
+            characters += len(record.answer)
+        if least_tokens := tokens_by_length(characters, self._max_tokens):
             self._too_long.add(least_tokens)
             return None
         ids, mask = self._encode_tokens(record)

@@ -27,6 +27,7 @@ from clients.data.prompt_format import (
 )
 from clients.data.records import DataSet, check_left_out
 from clients.data.template_parts import TemplateParts
+from clients.data.tokens.lower_bound import tokens_by_length
 from clients.data.tokens.tokenizer import tokenizer_facts
 from protos.errors import InvalidInput
 from student_trainer.data.images import SequenceImages, with_images
@@ -35,7 +36,6 @@ from student_trainer.data.record_table import (
     Encoder,
     OmissionCounter,
     RecordTable,
-    tokens_by_length,
 )
 from student_trainer.data.records import PromptRecord, RecordReader
 
@@ -166,7 +166,7 @@ class _PromptEncoder:
         Raises InvalidInput, naming `field`, if the prompt has no tokens.
         """
         conversation = record.conversation.unanswered()
-        if least_tokens := tokens_by_length(conversation, self._max_tokens):
+        if least_tokens := tokens_by_length(conversation.characters, self._max_tokens):
             self._too_long.add(least_tokens)
             return None
         self._parts.check(conversation, record.where)

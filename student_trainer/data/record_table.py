@@ -14,7 +14,6 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from clients.data.conversation import Conversation
 from clients.data.records import DataSet
 from clients.store.record_cache import States, open_records, read_check, write_check
 from protos.errors import InvalidInput
@@ -28,21 +27,8 @@ Encoded = TypeVar("Encoded", covariant=True)
 
 _MAX_ITEMS = 1024  # encoded items that are kept, so that a repeated step is not encoded again
 _SECONDS_BETWEEN_REPORTS = 10.0
-# Texts above both limits are left out without being tokenized. Longer tokens are of whitespace or
-# of one repeated character.
-_MIN_CHARACTERS, _CHARACTERS_PER_TOKEN = 1 << 20, 64
 # Keys of the table `data` that change no item.
 _IRRELEVANT = {"path", "name", "split", "mix", "eval_path", "max_left_out"}
-
-
-def tokens_by_length(conversation: Conversation, max_tokens: int) -> int:
-    """Return a lower bound of the number of tokens of a conversation, computed from its number of
-    characters, if the bound exceeds `max_tokens`; otherwise 0. Such a conversation is left out
-    without tokenization, which takes about 400 bytes of memory per character.
-    """
-    characters = conversation.characters
-    is_too_long = characters > max(_MIN_CHARACTERS, _CHARACTERS_PER_TOKEN * max_tokens)
-    return characters // _CHARACTERS_PER_TOKEN if is_too_long else 0
 
 
 class OmissionCounter:

@@ -62,7 +62,7 @@ class SequenceReader:
         context: str | None = None,
     ) -> None:
         """For `processes`, see `encode_records`. Only the teacher reads the text `context`."""
-        self._encoder = RecordEncoder(data, tokenizer, context)
+        self._encoder = RecordEncoder(data, tokenizer, max_tokens, context)
         self._data = data
         self._source = DataSet(data.path, data.name, data.split)
         self._tokenizer = tokenizer
@@ -97,7 +97,8 @@ class SequenceReader:
         self, records: Iterator[LocatedRecord]
     ) -> Iterator[tuple[NDArray[np.int32], int, bytes, NDArray[np.int32]]]:
         for chunk in encode_records(records, self._encoder, self._processes):
-            self.records += len(chunk.lengths)
+            self.records += len(chunk.lengths) + chunk.too_long
+            self.too_long += chunk.too_long
             yield from chunk.records()
 
     def located_records(self) -> Iterator[LocatedRecord]:

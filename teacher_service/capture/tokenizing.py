@@ -19,12 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients.config.capture import CaptureData, CaptureJob
-from clients.data.conversation import with_context
+from clients.data.conversation import Conversation, with_context
 from clients.data.images import digest_of, read_image, stored_images
 from clients.data.records import images_of, text_of
 from clients.data.template_parts import TemplateParts
 from clients.data.tokens import loading
 from clients.data.tokens.answers import answered_ids, completion_ids
+from clients.data.tokens.lower_bound import tokens_by_length
 from protos.errors import InternalFault, InvalidInput
 from protos.operating_system import count_cores
 
@@ -47,6 +48,7 @@ class EncodedRecords:
     - images: for each record, the images in the format of `stored_images`.
     - teacher_prompts: for each record, int32 [P], the prompt for the teacher in place of the tokens
       before `starts`; empty if student and teacher have the same prompt.
+    - too_long: number of further records, whose characters alone show that they are too long.
     """
 
     token_ids: NDArray[np.int32]
@@ -54,6 +56,7 @@ class EncodedRecords:
     starts: NDArray[np.int32]
     images: tuple[bytes, ...]
     teacher_prompts: tuple[NDArray[np.int32], ...]
+    too_long: int
 
     def records(self) -> Iterator[tuple[NDArray[np.int32], int, bytes, NDArray[np.int32]]]:
         """Yield (token ids, start, images, teacher prompt) of each record."""
@@ -65,12 +68,21 @@ class EncodedRecords:
             yield self.token_ids[end - length : end], int(start), images, prompt
 
 
+class _TooLongError(Exception):
+    """The characters of a record alone show that it has too many tokens."""
+
+
 class RecordEncoder:
     """Encodes the records of a data set. It can be sent to another process."""
 
-    def __init__(self, data: CaptureData, tokenizer: Any, context: str | None = None) -> None:
-        """`context` is text before the prompt that only the teacher reads."""
+    def __init__(
+        self, data: CaptureData, tokenizer: Any, max_tokens: int, context: str | None = None
+    ) -> None:
+        """`max_tokens`: see `tokens_by_length`; documents of form `text` have no limit. `context`
+        is text before the prompt that only the teacher reads.
+        """
         self._data = data
+        self._max_tokens = max_tokens
         self._context = context
         self._form = data.prompt_format
         self._tokenizer = tokenizer
@@ -92,8 +104,8 @@ class RecordEncoder:
     def encode(self, records: Sequence[LocatedRecord]) -> EncodedRecords:
         """Return the token ids of records.
 
-        A record of form `text` is one document, without an end token. Raises InvalidInput for a
-        record that does not fit the form.
+        A record of form `text` is one document, without an end token. Records that are too long
+        are counted, and not tokenized. Raises InvalidInput for a record that does not fit the form.
         """
         encode_record: Callable[[str, Mapping[str, Any]], tuple[list[int], list[int]]]
         match self._data.form:
@@ -105,14 +117,18 @@ class RecordEncoder:
                 encode_record = self._encode_document
         ids: list[int] = []
         lengths, starts, images, teacher_prompts = [], [], [], []
+        too_long = 0
         for location, record in records:
-            prompt, scored = encode_record(location, record)
+            try:
+                prompt, scored = encode_record(location, record)
+                teacher_prompt = self._encode_teacher_prompt(location, record)
+            except _TooLongError:
+                too_long += 1
+                continue
             lengths.append(len(prompt) + len(scored) if scored else 0)
             starts.append(len(prompt))
             images.append(self._encode_images(location, record))
-            teacher_prompts.append(
-                np.array(self._encode_teacher_prompt(location, record), np.int32)
-            )
+            teacher_prompts.append(np.array(teacher_prompt, np.int32))
             if scored:
                 ids += prompt
                 ids += scored
@@ -120,14 +136,20 @@ class RecordEncoder:
             np.array(integers, np.int32) for integers in (ids, lengths, starts)
         )
         return EncodedRecords(
-            token_ids, length_array, start_array, tuple(images), tuple(teacher_prompts)
+            token_ids, length_array, start_array, tuple(images), tuple(teacher_prompts), too_long
         )
+
+    def _require_length(self, conversation: Conversation, answer: str = "") -> None:
+        """Raise _TooLongError if the characters alone show that the record is too long."""
+        if tokens_by_length(conversation.characters + len(answer), self._max_tokens):
+            raise _TooLongError
 
     def _encode_completion(
         self, location: str, record: Mapping[str, Any]
     ) -> tuple[list[int], list[int]]:
         conversation = self._form.conversation(record, location)
         answer = text_of(record, self._data.answer_column, "data.answer_column", location)
+        self._require_length(conversation, answer)
         self._parts.check(conversation, location)
         ids = self._form.ids(self._tokenizer, conversation, location)
         _require_tokens(ids, location)
@@ -136,8 +158,9 @@ class RecordEncoder:
     def _encode_conversation(
         self, location: str, record: Mapping[str, Any]
     ) -> tuple[list[int], list[int]]:
-        conversation = self._form.conversation(record, location)
-        self._parts.check(conversation.up_to_answer(), location)
+        conversation = self._form.conversation(record, location).up_to_answer()
+        self._require_length(conversation)
+        self._parts.check(conversation, location)
         ids, answer = answered_ids(self._form, self._tokenizer, conversation, location)
         if answer:
             _require_tokens(ids, location)
@@ -157,6 +180,7 @@ class RecordEncoder:
         conversation = with_context(
             conversation.unanswered(), self._context, columns, "teacher.context"
         )
+        self._require_length(conversation)
         return self._form.ids(self._tokenizer, conversation, location)
 
     def _encode_images(self, location: str, record: Mapping[str, Any]) -> bytes:

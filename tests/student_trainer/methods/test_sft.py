@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from clients.runs.directory import RunDirectory
 from clients.runs.progress import Progress
 from protos.errors import Corrupt, InvalidInput
 from student_trainer.assembly import assemble
-from student_trainer.data.examples import load_examples
+from student_trainer.data.examples import example_encoding, load_examples
 from student_trainer.data.order import permutation
 from student_trainer.loop.trainer import Trainer, _require_finite
 from tests.clients.data.test_prompt_format import CHARACTERS, MARKED, PLAIN
@@ -219,6 +220,19 @@ def test_what_is_left_out_is_counted(
         "left out so far: 1 sequences longer than method.max_tokens = 24",
         "left out so far: 2 sequences longer than method.max_tokens = 24",
     ]
+
+
+def test_an_answer_of_megabytes_is_left_out_without_its_tokens(
+    material: tiny.Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer needs gigabytes for 40 million characters."""
+    reader, encoder = example_encoding(tiny.sft_job(material), tiny.tokenizer())
+    record = reader.build_record({"prompt": "1+1=", "answer": "2" * (1 << 20)}, "row 1", tmp_path)
+    encode_answer = Mock()
+    monkeypatch.setattr("student_trainer.data.examples.completion_ids", encode_answer)
+    assert encoder.encode(record, "data.path") is None
+    assert not encode_answer.called
+    assert [omission.count for omission in encoder.omissions] == [1, 0]
 
 
 @pytest.mark.parametrize(

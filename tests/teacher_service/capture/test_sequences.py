@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from teacher_service.capture.plan import make_plan, read_plan
 from teacher_service.capture.program import _plan_key
 from teacher_service.capture.recorder import CaptureStopped
 from teacher_service.capture.sequences import SequenceReader
+from teacher_service.capture.tokenizing import RecordEncoder
 from tests.teacher_service.capture.material import END, pairs, text, write_lines, write_pairs
 
 TEMPLATE = (
@@ -159,6 +161,45 @@ def test_what_is_left_out_is_counted(tokenizer: Any, tmp_path: Path) -> None:
     )
     assert [ids for ids, _ in sequences] == [[1, 2, 3, END], [4, 5, END]]
     assert (reader.too_long, reader.empty) == (2, 1)
+
+
+HUGE = "t1 " * (1 << 19)
+
+
+@pytest.mark.parametrize(
+    ("records", "data"),
+    [
+        ([{"prompt": HUGE, "answer": "t1"}], {}),
+        ([{"prompt": "t1", "answer": HUGE}], {}),
+        (
+            [
+                {"messages": [{"role": "user", "content": "t1"}, {"role": "assistant"} | message]}
+                for message in (
+                    {"content": HUGE},
+                    {"content": "t1", "reasoning_content": HUGE},
+                    {
+                        "content": "t1",
+                        "tool_calls": [{"function": {"name": "f", "arguments": {"x": HUGE}}}],
+                    },
+                )
+            ],
+            {"form": "messages"},
+        ),
+    ],
+    ids=["prompt", "answer", "messages"],
+)
+def test_a_record_of_megabytes_is_left_out_without_its_tokens(
+    chat: Any, tmp_path: Path, records: list[dict[str, Any]], data: dict[str, Any]
+) -> None:
+    """A tokenizer needs gigabytes for 40 million characters."""
+    tokenizer = Mock(wraps=chat, chat_template=chat.chat_template)
+    encoder = RecordEncoder(CaptureData(path="x.jsonl", **data), tokenizer, 64)
+    rows = [(f"row {number}", record) for number, record in enumerate(records)]
+    encoded = encoder.encode(rows)
+    assert (len(encoded.lengths), encoded.too_long) == (0, len(records))
+    assert tokenizer.mock_calls == []
+    sequences, reader = read(chat, write_lines(tmp_path / "a.jsonl", records), **data)
+    assert (sequences, reader.too_long, reader.records) == ([], len(records), len(records))
 
 
 ANSWER = [{"role": "assistant", "content": "t1"}]

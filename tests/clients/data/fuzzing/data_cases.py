@@ -180,7 +180,7 @@ def _capture_items(case: DataCase, path: Path, tokenizer: Any) -> list[Item]:
     form = "completion" if case.form == "text" else "messages"
     data = CaptureData.model_validate(table | {"form": form})
     check_chat_template(data.prompt_format, template_text(tokenizer.chat_template))
-    encoder = RecordEncoder(data, tokenizer)
+    encoder = RecordEncoder(data, tokenizer, 1 << 20)
     located = [
         (f"row {number}", record)
         for number, record in enumerate(DataSet(str(path)).records(encoder.columns), 1)
