@@ -192,10 +192,10 @@ class PromptFormat:
         except Exception as error:
             suffix = f" on {location}" if location else ""
             raise InvalidInput(
-                f"the model's chat template cannot be used{suffix}: {error}",
+                f"the chat template cannot be used{suffix}: {error}",
                 field=self._messages_key,
-                hint="correct the data, or chat_template.jinja in its directory, or choose another"
-                " model",
+                hint="correct the data, or the template: the file of student.chat_template or,"
+                " without the key, chat_template.jinja in the model's directory",
             ) from error
 
     @property

@@ -166,7 +166,10 @@ def test_a_template_that_fails_names_the_row_and_the_key() -> None:
     ):
         with pytest.raises(InvalidInput) as caught:
             render_prompt(tokenizer, PromptFormat(**keys), record)
-        assert "cannot be used on row 1: roles must alternate" in caught.value.message
+        assert str(caught.value).startswith(
+            f"{field}: the chat template cannot be used on row 1: roles must alternate; correct the"
+            " data, or the template: the file of student.chat_template or, without the key,"
+        )
         assert caught.value.field == field
 
 
