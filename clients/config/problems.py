@@ -223,7 +223,7 @@ def _listed_table(path: KeyPath, model: type[BaseModel]) -> type[BaseModel] | No
 
 
 def _all_keys(model: type[BaseModel]) -> list[KeyPath]:
-    return [*fields(model), *((table,) for table in model.model_fields)]
+    return [*dict.fromkeys([*fields(model), *((table,) for table in model.model_fields)])]
 
 
 def _table_of(key: KeyPath) -> str:

@@ -109,6 +109,8 @@ def test_the_same_of_yaml(job_file: Write) -> None:
          "a.toml:6: train.temperature: unknown key; it belongs to [method]"),
         (HEAD + "[train]\nseed = 2",
          "a.toml:6: train.seed: unknown key; it belongs to the top of the file"),
+        (HEAD + "[train]\neval = 2",
+         "a.toml:6: train.eval: unknown key; it belongs to the top of the file"),
         (HEAD + "[tracker]\nwandb = 2", "a.toml:5: tracker: unknown key; did you mean 'track'?"),
         (HEAD + "[eval]\nzzzz = 2", "a.toml:6: eval.zzzz: unknown key"),
         (HEAD + MIX + "share = 0.5\n" + MIX + "shar = 0.2\n",
