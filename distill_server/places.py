@@ -76,11 +76,11 @@ class Places:
         if lack := self._machine.explain_lack(config, self._held_shares):
             return lack
         next_job_id = self._next_job_id
-        return (
-            "the job starts next"
-            if next_job_id == job.id
-            else f"{next_job_id or 'a job'} is before it"
-        )
+        if next_job_id == job.id:
+            return "the job starts next"
+        if not next_job_id:
+            return f"{self._place.get(job.id, 1) - 1} jobs are before it"
+        return f"{next_job_id} is before it"
 
     @cached_property
     def _next_job_id(self) -> str:

@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from distill_server.places import Places
 from distill_server.runners.interface import Exited
 from distill_server.runners.machine import UNCOUNTED, Machine
@@ -96,6 +98,17 @@ def test_jobs_that_are_passed_over_hold_up_nobody(tmp_path: Path) -> None:
         assert (place, last_place, next_why) == (1, 4, "the job starts next")
         assert why.startswith("WAITING ")
         assert "the server has 4 for all jobs" in too_large
+
+
+def test_many_jobs_before_a_job_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of the first jobs can start, and the server reads no more of them."""
+    monkeypatch.setattr("distill_server.places._MAX_READ", 2)
+    with small_server(tmp_path, Policy()) as server:
+        *earlier_ids, last_id = (submit(server) for _ in range(4))
+        monkeypatch.setattr(server.scheduler.waits, "is_waiting", lambda job: job.id in earlier_ids)
+        assert describe_places(server, last_id) == [(4, "3 jobs are before it")]
 
 
 def test_a_cluster_counts_its_own_threads(tmp_path: Path) -> None:
