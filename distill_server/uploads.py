@@ -37,6 +37,7 @@ _RESERVED_BYTES = 1 << 30
 # requested the upload, for this time.
 _IDLE_SECONDS = 600.0
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_UPLOAD_PATH = re.compile(rf"""[^\s'"(=]*/{re.escape(NAME)}/{_SHA256.pattern}/""")
 _NAMED_UPLOAD = re.compile(rf"/{re.escape(NAME)}/({_SHA256.pattern})/")
 
 
@@ -263,6 +264,13 @@ def named_uploads(connection: sqlite3.Connection) -> set[str]:
         "SELECT config_json FROM jobs WHERE config_json LIKE ?", (f"%/{NAME}/%",)
     )
     return {digest for (config_json,) in rows for digest in _NAMED_UPLOAD.findall(config_json)}
+
+
+def name_uploads(text: str) -> str:
+    """Return a text in which uploads have the names of the user's files, without the paths of the
+    server.
+    """
+    return _UPLOAD_PATH.sub("", text)
 
 
 def collect_garbage(uploads: Uploads, named_digests: Collection[str]) -> None:

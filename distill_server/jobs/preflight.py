@@ -33,7 +33,8 @@ from clients.preflight.vocabulary import common_ids, other_tokenizer, require_na
 from clients.teacher.client import TeacherClient
 from clients.teacher.info import TeacherInfo
 from clients.teacher.query import tokenizer_fingerprint
-from protos.errors import Forbidden, Unauthenticated, WrongState
+from distill_server.uploads import name_uploads
+from protos.errors import DistillError, Forbidden, Unauthenticated, WrongState
 
 _MAX_CACHED = 256
 
@@ -176,6 +177,9 @@ class JobPreflight:
                 "a job was not checked within %g s and is accepted; the trainer repeats the check",
                 _MAX_SECONDS,
             )
+        except DistillError as error:
+            error.message = name_uploads(error.message)
+            raise
 
     async def _fetch_info(
         self, addresses: str | list[str], field: str, adapter: str

@@ -9,6 +9,7 @@ from clients.jobs.job import JobState
 from clients.runs.directory import Status
 from distill_server.runners.interface import CancelledInCluster, Exited, Lost
 from distill_server.runners.machine import ONE_JOB, Machine
+from distill_server.uploads import name_uploads
 from protos.errors import ExitCode, is_infrastructure
 
 
@@ -80,7 +81,7 @@ def verdict_of(
     is_blameless_loss = isinstance(outcome, Lost) and outcome.blameless
     is_cancelling = state is JobState.CANCELLING
     verdict = status.verdict if status is not None else "running"
-    reason = status.reason if status is not None else ""
+    reason = name_uploads(status.reason) if status is not None else ""
     if verdict == "succeeded":
         return JobEnded(JobState.SUCCEEDED, reason)
     if isinstance(outcome, CancelledInCluster) and not is_cancelling:

@@ -197,6 +197,15 @@ def test_an_attempt_that_died_may_say_why() -> None:
     assert verdict_of(RUNNING, 37, status, Exited(1)) == DeadAttempt(status.reason, blameless=False)
 
 
+def test_a_reason_names_the_file_of_the_user() -> None:
+    path = f"/srv/runs/.uploads/{'0a' * 32}"
+    reason = f"the prompt of row 3 of {path}/train.jsonl has no tokens; see '{path}/m/x.txt'"
+    status = Status(1, "failed", reason=reason, code="INVALID_ARGUMENT", field="data.path")
+    assert verdict_of(RUNNING, 1, status, Exited(2)) == JobEnded(
+        JobState.FAILED, "the prompt of row 3 of train.jsonl has no tokens; see 'm/x.txt'"
+    )
+
+
 @pytest.mark.parametrize("error", [Unavailable, Overloaded, TimedOut])
 def test_what_the_job_runs_on_is_not_its_fault(error: type[DistillError]) -> None:
     reason = "teachers.math-2: the teacher has not answered for 60 s; start it again"
