@@ -24,12 +24,21 @@ function pageOf(hash) {
   if (first === "machine") return openMachine;
   if (first?.startsWith("table")) return openTable;
   if (first === "compare" && second) {
-    return (root) => openCompare(root, second.split(",").map(decodeURIComponent));
+    return (root) => openCompare(root, second.split(",").map(decoded));
   }
   if (first === "jobs" && second) {
-    return (root, access) => openJob(root, decodeURIComponent(second), access);
+    return (root, access) => openJob(root, decoded(second), access);
   }
   return openJobs;
+}
+
+/** Returns the text of a part of the URL, unchanged if it has an invalid escape such as `%zz`. */
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
 }
 
 async function show() {

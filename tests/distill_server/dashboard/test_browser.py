@@ -58,6 +58,12 @@ def test_the_list_is_live_and_searched(site: Site, browser: Browser) -> None:
     eventually(lambda: browser.count(row) == 1)
 
 
+def test_an_address_with_a_broken_escape(site: Site, browser: Browser) -> None:
+    browser.open(f"{site.url}/#/jobs/%zz")
+    eventually(lambda: "no job '%zz'" in browser.text(".notice"))
+    browser.complaints()  # the response 404
+
+
 @pytest.mark.parametrize("page", ["#/", "#/jobs/{job}", "#/compare/{job}"])
 def test_who_has_the_focus_is_seen(site: Site, browser: Browser, page: str) -> None:
     """Every element that the tab key reaches has a visible focus outline."""
