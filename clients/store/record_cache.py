@@ -442,20 +442,35 @@ class States:
 
 
 def cached_sizes() -> dict[str, int]:
-    """Return the bytes of each part of the cache: records, files, stores."""
-    return {
-        place.name: sum(_size(path) for path in place.rglob("*"))
-        for place in sorted(cache_directory().glob("*"))
-        if place.is_dir()
-    }
+    """Return the bytes of each part of the cache: records, files, stores.
 
-
-def _size(path: Path) -> int:
-    """Return the size of a file; 0 for a directory, or if it was deleted meanwhile."""
+    Raises InvalidInput if a directory cannot be read.
+    """
     try:
-        return 0 if path.is_dir() else path.stat().st_size
+        places = sorted(cache_directory().iterdir())
+        return {place.name: _size(place) for place in places if place.is_dir()}
     except FileNotFoundError:
-        return 0
+        return {}
+    except OSError as error:
+        raise InvalidInput(
+            f"cannot read {error.filename}: {error.strerror}",
+            hint="change the permissions of the directory",
+        ) from error
+
+
+def _size(place: Path) -> int:
+    """Return the size of all files below a directory; files may be deleted meanwhile."""
+    size = 0
+    for folder, _, names in os.walk(place, onerror=_raise_unless_missing):
+        for name in names:
+            with suppress(FileNotFoundError):
+                size += Path(folder, name).stat().st_size
+    return size
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def clear_records() -> int:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,6 +101,24 @@ def test_the_command_keeps_what_a_process_makes(
         assert os.listdir(record_cache.records_directory()) == [records.directory.name]
     assert main(["cache", "--clear"]) == ExitCode.OK
     assert os.listdir(record_cache.records_directory()) == []
+
+
+def test_a_cache_that_cannot_be_read_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, its size was 0."""
+    records = open_records(write(tmp_path / "a.jsonl"), [])
+    capsys.readouterr()
+    list_directory = os.scandir
+
+    def scandir(path: Any) -> Any:  # root may read everything
+        if Path(path) == records.directory:
+            raise PermissionError(13, "Permission denied", str(path))
+        return list_directory(path)
+
+    monkeypatch.setattr("os.scandir", scandir)
+    assert main(["cache"]) == ExitCode.USAGE
+    assert f"error: cannot read {records.directory}: Permission denied;" in capsys.readouterr().err
 
 
 def test_a_process_waits_for_an_entry_that_is_deleted(tmp_path: Path) -> None:
