@@ -82,7 +82,7 @@ class _ResumeBody(_RequestBody):
 
 
 class _PinBody(_RequestBody):
-    pinned: bool
+    pinned: bool = True
 
 
 @dataclass
