@@ -39,17 +39,17 @@ class Output:
         """Print a table.
 
         With --json: one object with all keys of `rows` under `name`. Else: the columns `columns`,
-        aligned. On a terminal, a line that is too long is cut; `distill show` prints all of a job.
+        aligned. On a terminal, columns and cells that do not fit are left out and cut (see
+        `table_lines`); `distill show` prints all of a job.
         """
         if self.as_json:
             print(json.dumps({name: list(rows)}))
             return
-        from clients.jobs.display.tables import table_lines
+        from clients.jobs.display.tables import OPTIONAL_COLUMNS, table_lines
 
-        is_terminal = sys.stdout.isatty()
-        columns_shown = shutil.get_terminal_size().columns if is_terminal else sys.maxsize
-        for text in table_lines(columns, rows):
-            print(text if len(text) <= columns_shown else f"{text[: columns_shown - 3]}...")
+        max_width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        for text in table_lines(columns, rows, max_width, OPTIONAL_COLUMNS):
+            print(text)
 
     def say(self, sentence: str) -> None:
         """Print a message to stderr, unless `quiet`."""

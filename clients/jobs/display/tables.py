@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -26,7 +26,10 @@ from protos.program.logs import plain
 # The column of the metric that tells how far a job of its method has come.
 RESULT = "result"
 COLUMNS = ("id", "state", "steps", RESULT, "age", "attempt", "owner", "name", "reason")
+# What a narrow terminal leaves out, the first one first: an id contains the name of its job.
+OPTIONAL_COLUMNS = ("attempt", "name", "owner", "age", "steps", "state")
 Row = Mapping[str, Any]
+_READABLE_CHARS, _MIN_CHARS = 20, 6
 
 
 @dataclass(frozen=True, repr=False)
@@ -113,15 +116,49 @@ def list_row(job: Job, now: float) -> Row:
     }
 
 
-def table_lines(columns: Sequence[str], rows: Iterable[Row]) -> list[str]:
-    """Return a header and a line for each row, aligned and without control characters."""
-    lines = [[column.upper() for column in columns]]
-    lines += [[plain(str(row[column])) for column in columns] for row in rows]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+def table_lines(
+    columns: Sequence[str],
+    rows: Iterable[Row],
+    max_width: int | None = None,
+    optional_columns: Sequence[str] = (),
+) -> list[str]:
+    """Return a header and a line for each row, aligned and without control characters.
+
+    The lines have at most `max_width` characters; None: no limit. If they are longer,
+    `optional_columns` are left out, the first one first, until columns of up to 20 characters fit;
+    then the widest cells are cut: in the middle, those of the last column at the end.
+    """
+    cells = {column: [column.upper()] for column in columns}
+    for row in rows:
+        for column in columns:
+            cells[column].append(plain(str(row[column])))
+    widths = {column: max(map(len, cells[column])) for column in columns}
+    if max_width is not None:
+        for column in optional_columns:
+            if _width_of([min(width, _READABLE_CHARS) for width in widths.values()]) <= max_width:
+                break
+            widths.pop(column, None)
+        while _width_of(widths.values()) > max_width and max(widths.values()) > _MIN_CHARS:
+            widths[max(widths, key=widths.__getitem__)] -= 1
+    last_column = [*widths][-1]
     return [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
+        "  ".join(
+            _cut(cells[column][line], width, at_end=column == last_column).ljust(width)
+            for column, width in widths.items()
+        ).rstrip()
+        for line in range(len(cells[last_column]))
     ]
+
+
+def _width_of(widths: Collection[int]) -> int:
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
+def _cut(text: str, width: int, *, at_end: bool) -> str:
+    if len(text) <= width:
+        return text
+    end = 0 if at_end else (width - 3) // 2
+    return f"{text[: width - 3 - end]}...{text[len(text) - end :]}"
 
 
 def table_markup(columns: Sequence[str], rows: Iterable[Row]) -> str:

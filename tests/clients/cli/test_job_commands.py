@@ -212,6 +212,20 @@ def test_a_terminal_shows_lines_of_its_width(
     assert len(row) == 80
     assert row.endswith("...")
     assert head.endswith("REASON")
+    job = make_job(id=f"on-policy-{'long-' * 20}seed-3", name="y" * 70, owner="ann")
+    other = make_job(id="on-policy-seed-1", owner="ben", reason="")
+    monkeypatch.setattr(client, "list", lambda *_, **__: [job, other])
+    assert main(["ls"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "ATTEMPT" not in lines[0], "an id needs the place"
+    assert all(text in lines[1] for text in ("...", "seed-3", "RUNNING", "12/50", "0.25 kl"))
+    assert lines[2].startswith("on-policy-seed-1 ")
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main(["ls"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "ATTEMPT" in lines[0]
+    assert job.id in lines[1]
 
 
 def test_the_commands_of_the_job_page(
