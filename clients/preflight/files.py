@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+from clients.config.capture import CaptureJob
 from clients.config.evaluation import ExamConfig
 from clients.config.file import is_file_name, named_files, named_urls, similar_path
 from clients.config.kinds import AnyJob
@@ -212,8 +213,11 @@ def check_models(config: JobConfig, *, here: bool = True) -> list[str]:
     """Check the student of a job, and the teacher that is started for it, if they are local paths.
 
     `here`: the programs of the job run in this Python environment; see `check_model`, whose notes
-    are returned. Raises InvalidInput. Hub ids and URLs are checked by the programs that fetch them.
+    are returned. Raises InvalidInput, also for a capture without a tokenizer. Hub ids and URLs are
+    checked by the programs that fetch them.
     """
+    if isinstance(config, CaptureJob):
+        _require_tokenizer(config)
     notes: list[str] = []
     student = config.answering_student
     has_template = student is not None and student.chat_template is not None
@@ -225,6 +229,15 @@ def check_models(config: JobConfig, *, here: bool = True) -> list[str]:
         if exists:
             notes += check_model(Path(model), field, reader, here=here, has_template=has_template)
     return notes
+
+
+def _require_tokenizer(config: CaptureJob) -> None:
+    if not (config.data.tokenizer or config.student or config.teacher.model):
+        raise InvalidInput(
+            "a capture from teacher.address needs a tokenizer",
+            field="data.tokenizer",
+            hint="set the key to the teacher's tokenizer: a Hugging Face directory or a hub id",
+        )
 
 
 def note_similar_directories(config: JobConfig) -> list[str]:

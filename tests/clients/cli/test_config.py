@@ -65,6 +65,21 @@ def test_a_hub_id_that_is_like_a_directory_is_named(capsys: pytest.CaptureFixtur
             assert notes == [f"{note} {suggestion}?"] * bool(suggestion)
 
 
+def test_a_capture_needs_a_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before, it failed at its start."""
+    job = 'method.type = "capture"\ndata.path = "chats.jsonl"\n'
+    for keys, code in (
+        ('teacher.address = "localhost:1"\n', ExitCode.USAGE),
+        ('teacher.address = "localhost:1"\ndata.tokenizer = "student"\n', ExitCode.OK),
+        ('teacher.address = "localhost:1"\nstudent.model = "own/model"\n', ExitCode.OK),
+        ('teacher.model = "own/model"\n', ExitCode.OK),
+    ):
+        Path("job.toml").write_text(job + keys)
+        assert main(["config", "check", "job.toml"]) == code
+        error = "error: data.tokenizer: a capture from teacher.address needs a tokenizer; set the"
+        assert (error in capsys.readouterr().err) == (code == ExitCode.USAGE)
+
+
 def test_conversations_need_a_template(capsys: pytest.CaptureFixture[str]) -> None:
     assert check('data.path = "chats.jsonl"\n') == ExitCode.USAGE
     assert "error: data.messages_column: the tokenizer has no chat template" in (
