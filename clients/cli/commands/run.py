@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -119,15 +120,19 @@ def _run_and_conclude(
     from clients.cli.live.display import conclude
     from clients.cli.live.foreground_run import run_attempt
     from clients.cli.live.foreground_teacher import foreground_teacher, wait_for_teachers
+    from clients.runs.directory import Status
 
     output.say(f"run directory {run.path}")
     try:
         with foreground_teacher(run.config(), run, output) as inherited:
             wait_for_teachers(run.config(), output)
             progress, code = run_attempt(run, attempt, output, inherited)
-    except (InvalidInput, Unavailable):  # the teacher cannot be started, or does not answer
+    except (InvalidInput, Unavailable) as error:  # the teacher cannot be started or used
         if remove_if_refused:
             shutil.rmtree(run.path)
+        else:
+            failure = Status(attempt, "failed", reason=str(error), code=error.code.value)
+            run.write_status(replace(failure, field=error.field))
         raise
     status = run.read_status()
     if remove_if_refused and status and (status.verdict, status.phase) == ("failed", "preflight"):

@@ -17,10 +17,12 @@ import pytest
 
 from clients.cli.app import main
 from clients.config.on_policy import OnPolicyJob
+from clients.jobs.artifacts import pull_run
 from clients.jobs.job import JobEvent, JobState
+from clients.jobs.record import record_of_run
 from clients.local.follower import RunFollower
 from clients.runs.directory import Control, RunDirectory, Status
-from protos.errors import ExitCode
+from protos.errors import ExitCode, Unavailable, WrongState
 
 Capture = pytest.CaptureFixture[str]
 Script = Callable[[str], None]
@@ -217,6 +219,26 @@ def test_a_directory_of_something_else_is_left_alone(
     assert sorted(Path().iterdir()) == paths_before
     assert main(["run", "--resume", "mine", "--dir", "mine"]) == ExitCode.USAGE
     assert "--dir: needs a job file" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_before_its_trainer_is_failed(
+    capsys: Capture, job_file: Callable[..., str], trainer: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the record of its directory, which said RUNNING before."""
+    trainer('log(1, loss=1.0)\ntell("cancelled", "", 1)')
+    assert main(["run", job_file()]) == ExitCode.JOB_CANCELLED
+    run = only_run()
+
+    def refuse(config: object, output: object) -> None:
+        raise Unavailable("the teacher does not answer", field="teacher.address")
+
+    monkeypatch.setattr("clients.cli.live.foreground_teacher.wait_for_teachers", refuse)
+    assert main(["run", "--resume", str(run.path)]) == ExitCode.UNREACHABLE
+    job = record_of_run(run.path).job
+    assert (job.state, job.attempt, job.step) == (JobState.FAILED, 2, 1)
+    assert job.reason == "teacher.address: the teacher does not answer"
+    with pytest.raises(WrongState, match=f"failed: {job.reason}"):
+        pull_run(run.path, "model")
 
 
 @pytest.mark.slow
