@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 from clients.data.models.shape import ModelShape
 
 FLOAT32, BFLOAT16 = 4, 2
-# Bytes of a chunk of logits, and its fewest rows: `student_trainer/losses/fused/projection.py`.
-_CHUNKS = {"cuda": (640 << 20, 1024), "cpu": (64 << 20, 128)}
 # Bytes per vocabulary entry of a sequence in one sampling step, most of them float64 running sums.
 _SAMPLING_BYTES = 48
 # Values that share a float32 scale in an 8-bit moment, and the minimum size of a weight with such
@@ -44,6 +42,7 @@ class Load:
     - narrow_moments: AdamW moments in 8 bits.
     - critic_tokens: tokens of a step whose hidden states the critic reads; 0 without a critic.
     - cuda: GPU or CPU.
+    - gpu_bytes: memory of the GPU, which determines the rows of a chunk of logits.
     - engine: bytes of a rollout engine on the same GPU.
     - engine_sleeps: the engine frees these bytes while the trainer learns.
     - cpu_offload: shards are in host memory.
@@ -65,6 +64,7 @@ class Load:
     critic_tokens: int = 0
     narrow_moments: bool = False
     cuda: bool = True
+    gpu_bytes: int = 80 << 30
     tensor_parallel: int = 1
     context_parallel: int = 1
     engine: int = 0
@@ -259,11 +259,18 @@ def activation_bytes(load: Load) -> int:
     return load.tokens * (saved + final_norm)
 
 
+def count_chunk_rows(load: Load) -> int:
+    """Return the rows of a chunk of logits, as `student_trainer/losses/fused/projection.py`."""
+    if not load.cuda:
+        return max(128, (64 << 20) // (FLOAT32 * load.shape.vocabulary))
+    row_bytes = (FLOAT32 + BFLOAT16) * load.shape.vocabulary
+    return max(1024, min(4096, load.gpu_bytes // 32 // row_bytes // 128 * 128))
+
+
 def head_bytes(load: Load, *, learns: bool) -> int:
     """Return the bytes of the fused operator: a chunk of logits, weight copies, gradients."""
     s, c, bf16 = load.shape, load.itemsize, load.bf16
-    size, min_rows = _CHUNKS["cuda" if load.cuda else "cpu"]
-    rows = min(max(min_rows, size // (FLOAT32 * s.vocabulary)), load.tokens)
+    rows = min(count_chunk_rows(load), load.tokens)
     total_bytes = rows * s.vocabulary * FLOAT32
     if bf16 and (learns or not load.cuda):
         # A GPU's gradient of the logits; a CPU's product, before it becomes float32.

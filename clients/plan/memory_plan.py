@@ -132,6 +132,7 @@ def load_of(
         tensor_parallel=job.train.tensor_parallel,
         context_parallel=job.train.context_parallel,
         cpu_offload=job.train.cpu_offload,
+        gpu_bytes=round(usable / USABLE) or Load.gpu_bytes,
     )
     rollouts = job.rollout_engine
     if rollouts is None:

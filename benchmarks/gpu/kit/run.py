@@ -28,6 +28,7 @@ HERE = Path(__file__).resolve().parent
 SOURCE, PACKAGES = HERE / "source", HERE / "packages"
 LIMITS = {"tests": 150, "checks": 230, "ceilings": 120, "figures": 900}
 REHEARSAL = 10  # times the limits
+SHOWN = 5  # failures of a part that are printed
 GRACE = 15  # seconds between the interrupt and the end of a part
 
 FACTS = """
@@ -90,8 +91,10 @@ def main() -> int:
         result = run_part(part, out, cpu=options.cpu)
         (out / f"{part}.json").write_text(json.dumps(vars(result), indent=1) + "\n")
         print(result.line, flush=True)
-        for failure in result.failures:
+        for failure in result.failures[:SHOWN]:
             print(f"  {failure}", flush=True)
+        if (others := len(result.failures) - SHOWN) > 0:
+            print(f"  and {others} others in {out / part}.json", flush=True)
         ended.append(result.ended)
     return 0 if set(ended) == {"passed"} else 1
 

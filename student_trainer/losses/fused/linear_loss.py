@@ -58,8 +58,8 @@ def fused_linear_loss(
     The logits are hidden @ weight.T + bias, narrowed, scaled and capped by `logit_map`. hidden [N,
     H]; weight [V, H]; bias [V]; head_ids [N, K] int64, distinct within a row; token_ids
     [N] int64; sample_ids [N, M] int64, ids drawn from the tail, possibly repeated. `chunk_rows`:
-    rows per chunk; None chooses it by V and the device. Rows and losses are float32, or float64 for
-    float64 states.
+    rows per chunk; None chooses it by V and the device's memory. Rows and losses are float32, or
+    float64 for float64 states.
 
     `loss_fn` is called once per chunk, with the rows of the chunk and their slice of the batch. If
     the loss of a row depends on other rows, use `fused_linear_rows`.

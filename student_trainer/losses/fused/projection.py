@@ -7,11 +7,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-# Size of one chunk of logits. Each chunk reads and writes the whole weight gradient, so chunks of
-# few rows waste bandwidth. A GPU needs more rows per chunk: its matrix products are faster relative
-# to its memory.
-_CPU_CHUNK_BYTES, _CUDA_CHUNK_BYTES = 64 << 20, 640 << 20
-_CPU_MIN_ROWS, _CUDA_MIN_ROWS = 128, 1024
+# A chunk of logits. Each chunk reads and writes the gradient of the whole head in float32: 8 bytes
+# per weight of the head, for 6 operations per row and weight. A GPU computes 150 to 320 operations
+# in the time of a byte, so 4,096 rows lose about a tenth of the time, and 1,024 rows a third; a CPU
+# loses little with 128 rows. These figures are computed (measured: `benchmarks/gpu/ceilings.py`).
+_CPU_BYTES, _CPU_MIN_ROWS = 64 << 20, 128
+_GPU_MIN_ROWS, _GPU_MAX_ROWS = 1024, 4096
+# Of a GPU's memory: float32 logits and their bfloat16 gradient.
+_GPU_PART, _LOGIT_BYTES = 32, 4 + 2
+_TILE = 128  # rows of a tile of a matrix product
 
 
 def wide_dtype(hidden: Tensor) -> torch.dtype:
@@ -25,19 +29,17 @@ def logit_chunks(
     """Yield (index, logits of hidden[index]) for each chunk of rows, in order.
 
     hidden [N, H] and weight [V, H] have one dtype; bias [V] or None. The logits [n, V] are not
-    divided by the temperature. `chunk_rows`: rows per chunk; None chooses it by V and the device.
+    divided by the temperature. `chunk_rows`: rows per chunk; None chooses it by V and by the memory
+    of the device.
 
     All chunks share one buffer. The caller may overwrite the logits, and must not use them after
     requesting the next chunk. Logits are float32, or float64 for float64 states.
     """
     dtype = wide_dtype(hidden)
     if chunk_rows is None:
-        size, min_rows = (
-            (_CUDA_CHUNK_BYTES, _CUDA_MIN_ROWS)
-            if hidden.is_cuda
-            else (_CPU_CHUNK_BYTES, _CPU_MIN_ROWS)
+        chunk_rows = count_chunk_rows(
+            len(weight), _gpu_bytes(hidden.device), itemsize=dtype.itemsize
         )
-        chunk_rows = max(min_rows, size // (dtype.itemsize * len(weight)))
     buffer = hidden.new_empty(min(chunk_rows, len(hidden)), len(weight), dtype=dtype)
     for first in range(0, len(hidden), chunk_rows):
         index = slice(first, min(first + chunk_rows, len(hidden)))
@@ -52,6 +54,24 @@ def logit_chunks(
         if bias is not None:
             logits += bias
         yield index, logits
+
+
+def count_chunk_rows(vocabulary: int, gpu_bytes: int | None, *, itemsize: int = 4) -> int:
+    """Return the rows of a chunk. `vocabulary`: logits of a row. `clients/plan/memory.py` agrees.
+
+    `gpu_bytes`: the memory of the GPU; None for a CPU. `itemsize`: bytes of a logit on a CPU.
+    """
+    if gpu_bytes is None:
+        return max(_CPU_MIN_ROWS, _CPU_BYTES // (itemsize * vocabulary))
+    rows = gpu_bytes // (_GPU_PART * _LOGIT_BYTES * vocabulary) // _TILE * _TILE
+    return max(_GPU_MIN_ROWS, min(_GPU_MAX_ROWS, rows))
+
+
+def _gpu_bytes(device: torch.device) -> int | None:
+    """Return the memory of a GPU, which is the same in each run; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 class HeadGradients:
