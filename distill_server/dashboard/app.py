@@ -26,7 +26,14 @@ from starlette.types import ASGIApp
 from clients.jobs.job import Job, JobState
 from clients.jobs.view import WINDOW, JobView
 from clients.runs.directory import RunDirectory
-from distill_server.dashboard.feeds import Turns, feed, job_messages, list_messages, log_messages
+from distill_server.dashboard.feeds import (
+    Turns,
+    feed,
+    job_messages,
+    list_messages,
+    log_messages,
+    stored_steps,
+)
 from distill_server.dashboard.gate import STATIC, DashboardGate
 from distill_server.dashboard.job_details import (
     attempts_of,
@@ -255,6 +262,17 @@ class Pages:
             raise InvalidInput(f"job {job.id} has no event {after_seq} yet", field="Last-Event-ID")
         return feed(job_messages(self.store, self.notifier, job.id, after_seq))
 
+    async def steps(self, request: Request) -> Response:
+        """GET /api/jobs/JOB/steps: the stored events after the event `after`, by default all.
+
+        The record has the `state` of the job, the `last_seq` of its events, the `events` in columns
+        (responses.py), and the `extremes` of deleted events.
+        """
+        job = self.store.resolve(request.path_params["job"])
+        after_seq = _parse_number(request.query_params.get("after", "0"), "after")
+        record = await self.turns.run_query(lambda: stored_steps(self.store, job.id, after_seq))
+        return JSONResponse(record)
+
     async def log(self, request: Request) -> Response:
         """GET /api/jobs/JOB/log: a stream of an attempt's log; `attempt` defaults to the newest.
 
@@ -369,6 +387,7 @@ def make_app(pages: Pages, *, tokens: Tokens, host: str, external: str = "") -> 
         Route("/api/events", pages.jobs_events),
         Route(job_path, pages.job),
         Route(f"{job_path}/events", pages.events),
+        Route(f"{job_path}/steps", pages.steps),
         Route(f"{job_path}/log", pages.log),
         Route(f"{job_path}/attempts", pages.attempts),
         Route(f"{job_path}/checkpoints", pages.checkpoints),

@@ -11,23 +11,19 @@ import codecs
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import replace
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, TypeVar
 
 from starlette.responses import StreamingResponse
 
-from clients.jobs.job import JobEvent
-from distill_server.dashboard.responses import event_record, fault_record
+from distill_server.dashboard.responses import event_columns, extremes_record, fault_record
 from distill_server.jobs.change_notifier import ANY_JOB, ChangeNotifier
 from distill_server.jobs.store import JobStore
 from distill_server.rpc.streams import LogPiece
 from protos.errors import DistillError
 
-_PAGE_EVENTS = 200
+_PAGE_EVENTS = 500
 _SECONDS_BETWEEN_QUERIES = 1.0
-# Maximum number of points that a chart gets for the steps before the page was opened.
-_MAX_POINTS = 1500
 _HEARTBEAT_SECONDS = 15.0
 
 Messages = AsyncGenerator[str, None]
@@ -53,28 +49,35 @@ def message(kind: str, payload: Any, last_id: str = "") -> str:
 async def job_messages(
     store: JobStore, notifier: ChangeNotifier, job_id: str, after_seq: int
 ) -> Messages:
-    """Yield `steps` messages: lists of a job's events after `after_seq`.
+    """Yield `steps` messages: columns of a job's events after `after_seq`.
 
-    Events before the call are merged to about 1,500 points; later events are sent unchanged. The
-    stream ends only when the server stops.
+    The first message of a stream from the first event is `extremes`: `attempt`, and by metric the
+    lists of steps and values. The stream ends only when the server stops.
     """
-    last_old_seq = store.job(job_id).last_seq
-    group = -(-(last_old_seq - after_seq) // _MAX_POINTS)
     seq = after_seq
+    if not seq:
+        yield message("extremes", extremes_record(store.extremes(job_id)))
     while True:
         change_event = notifier.next_change(job_id)
         page = store.events(job_id, seq, _PAGE_EVENTS)
         if not page:
             await change_event.wait()
             continue
-        records = [
-            event_record(event)
-            for event in thin_for_chart(page, group if seq < last_old_seq else 1)
-        ]
         seq = page[-1].seq
-        yield message("steps", records, str(seq))
+        yield message("steps", event_columns(page), str(seq))
         # Let other tasks run: a long history has many pages.
         await asyncio.sleep(0)
+
+
+def stored_steps(store: JobStore, job_id: str, after_seq: int) -> dict[str, Any]:
+    """Return the stored events of a job after `after_seq`, in columns, and what belongs to them."""
+    job = store.job(job_id)
+    return {
+        "state": job.state,
+        "last_seq": job.last_seq,
+        "extremes": extremes_record(store.extremes(job_id)),
+        "events": event_columns(store.events(job_id, after_seq, -1)),
+    }
 
 
 class Turns:
@@ -122,31 +125,6 @@ async def log_messages(pieces: AsyncIterator[LogPiece]) -> Messages:
         text = decoder.decode(piece.data)
         yield message("text", text, f"{piece.attempt}:{piece.next_offset}")
     yield message("over", None)
-
-
-def thin_for_chart(events: Sequence[JobEvent], group: int) -> list[JobEvent]:
-    """Merge each `group` consecutive events of an attempt into the last event of the group.
-
-    Each metric becomes its mean over the events that have it, so the metrics of an evaluation are
-    not lost.
-    """
-    thinned_events: list[JobEvent] = []
-    pending: list[JobEvent] = []
-    for event in events:
-        if pending and (len(pending) >= group or event.attempt != pending[-1].attempt):
-            thinned_events.append(_merge_events(pending))
-            pending = []
-        pending.append(event)
-    return [*thinned_events, _merge_events(pending)] if pending else thinned_events
-
-
-def _merge_events(events: Sequence[JobEvent]) -> JobEvent:
-    samples_by_name: dict[str, list[float]] = {}
-    for event in events:
-        for name, sample in event.metrics.items():
-            samples_by_name.setdefault(name, []).append(sample)
-    means = {name: sum(samples) / len(samples) for name, samples in samples_by_name.items()}
-    return replace(events[-1], metrics=means)
 
 
 async def _add_fault_message(messages: Messages) -> Messages:

@@ -18,7 +18,7 @@ from protos.rpc.http_server import require_our_name
 
 STATIC = Path(__file__).with_name("static")
 # The files of the page need no token: they hold no data, and users enter the token in the page.
-_PUBLIC_PATHS = frozenset({"/", *(f"/{path.name}" for path in STATIC.iterdir())})
+_PUBLIC_PATHS = frozenset({"/", *(f"/{path.relative_to(STATIC)}" for path in STATIC.rglob("*"))})
 _READ_METHODS = frozenset({"GET", "HEAD"})
 _MAX_PATH_CHARS = 100
 _HEADERS = {

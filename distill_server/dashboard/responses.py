@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, fields
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from clients.jobs.job import Job, JobEvent
+from distill_server.jobs.extremes import Extremes
 from protos.errors import DistillError
 from protos.rpc.http_server import HTTP_STATUS
 from protos.rpc.statuses import public_error
+
+_EVENT_COLUMNS = [field.name for field in fields(JobEvent) if field.name != "metrics"]
 
 
 def job_record(job: Job, *, with_config: bool = False) -> dict[str, Any]:
@@ -23,9 +27,35 @@ def job_record(job: Job, *, with_config: bool = False) -> dict[str, Any]:
     return {**record, "config": config} if with_config else record
 
 
-def event_record(event: JobEvent) -> dict[str, Any]:
-    """Return an event of a job as a JSON record."""
-    return asdict(event)
+def event_columns(events: Sequence[JobEvent]) -> dict[str, Any]:
+    """Return events of a job as a JSON record of columns, which is smaller than a list of records.
+
+    Each field of JobEvent is a list; `metrics` has a list by name, with null where an event lacks
+    the metric. Metrics have seven significant digits.
+    """
+    names = dict.fromkeys(name for event in events for name in event.metrics)
+    return {
+        **{name: [getattr(event, name) for event in events] for name in _EVENT_COLUMNS},
+        "metrics": {
+            name: [_shorten(event.metrics.get(name)) for event in events] for name in names
+        },
+    }
+
+
+def extremes_record(extremes: Extremes) -> dict[str, Any]:
+    """Return the extreme values of a job's deleted events as a JSON record."""
+    curves = {
+        name: {
+            "steps": [step for step, _ in points],
+            "values": [_shorten(value) for _, value in points],
+        }
+        for name, points in extremes.curves.items()
+    }
+    return {"attempt": extremes.attempt, "curves": curves}
+
+
+def _shorten(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.7g}")
 
 
 def fault_record(fault: DistillError) -> dict[str, Any]:

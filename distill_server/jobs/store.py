@@ -15,6 +15,7 @@ from typing import Any
 from clients.config.kinds import AnyJob
 from clients.jobs.job import TERMINAL, TRANSITIONS, Job, JobEvent, JobState
 from distill_server.jobs.database import steady_clock, thin_events, transaction
+from distill_server.jobs.extremes import Extremes, read_extremes
 from distill_server.jobs.job_file import digest_of, is_same_job
 from distill_server.jobs.rows import (
     NEWEST_FIRST,
@@ -321,6 +322,10 @@ class JobStore:
             (job_id, after_seq, limit),
         )
         return [JobEvent(**parse_row(row)) for row in rows]
+
+    def extremes(self, job_id: str) -> Extremes:
+        """Return the extreme values of the metrics in the events of a job that were deleted."""
+        return read_extremes(self._db, job_id)
 
     def evaluations(
         self, job_id: str, metrics: Sequence[str], after_seq: int = 0

@@ -32,6 +32,7 @@ _OVER = f"state IN ({_ENDED}) AND max(ended_at, imported_at) < :before"
 # In an order that foreign keys allow: rows that refer to other rows are deleted first.
 _DELETIONS = (
     "DELETE FROM events WHERE job_id = :id",
+    "DELETE FROM extremes WHERE job_id = :id",
     "DELETE FROM attempts WHERE job_id = :id",
     "DELETE FROM submissions WHERE job_id = :id",
     "DELETE FROM dependencies WHERE :id IN (job_id, before_id)",

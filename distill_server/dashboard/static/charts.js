@@ -31,7 +31,7 @@ export const CHARTS = [
   {
     title: "KL",
     theme: TRAINING,
-    unit: "nats a token, log axis",
+    unit: "nats a token",
     log: true,
     holds: (name) => /^(eval\/(anchor\/)?)?kl/.test(name) && !isError(name),
     label: (name) => (name.startsWith("eval/") ? `held-out ${evaluated(name)}` : `to ${rest("kl/")(name)}`),

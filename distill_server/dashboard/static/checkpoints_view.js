@@ -1,4 +1,4 @@
-// The checkpoints of a job with their sizes, read while the section is open.
+// The checkpoints of a job with their sizes.
 
 import {el} from "./dom.js";
 import {ago, bytes, moment} from "./figures.js";
@@ -8,16 +8,19 @@ import {Fault, get} from "./server.js";
 export class CheckpointsView {
   constructor(path) {
     this.path = path;
+    /** Marks `{kind, step, text}` of the charts. */
+    this.marks = [];
     this.list = el("div", {class: "checkpoints-list"});
     this.element = el("details", {class: "checkpoints", toggle: () => this.refresh()},
       el("summary", {}, "Checkpoints"), this.list);
   }
 
-  /** Reads the checkpoints again if the section is open. */
+  /** Reads the checkpoints again. */
   async refresh() {
-    if (!this.element.open) return;
     try {
       const {checkpoints} = await get(`${this.path}/checkpoints`);
+      this.marks = checkpoints.map(({step}) => ({kind: "checkpoint", step, text: `checkpoint ${step}`}));
+      if (!this.element.open) return;
       this.list.replaceChildren(...(checkpoints.length ? [total(checkpoints), table(checkpoints)]
         : [el("p", {class: "hint"}, "No checkpoints.")]));
     } catch (error) {

@@ -1,19 +1,30 @@
-// The page that compares two to four jobs: a chart a metric with a line a job, and what differs in
-// their configurations.
+// The page that compares jobs: the ends of their curves with the mean over seeds, a chart a metric with
+// a line a job, and the keys that differ.
 
 import {Curves} from "./curves.js";
+import {keyOf} from "./curve.js";
 import {badge, el} from "./dom.js";
 import {heldOutOf, klOf, number, percent} from "./figures.js";
 import {History} from "./history.js";
-import {Fault, follow, get} from "./server.js";
+import {differingKeys, flattened, groupBySeed, interval} from "./seeds.js";
+import {Fault, get, repeat} from "./server.js";
 
-const MS_BETWEEN_DRAWINGS = 500;
-/** The largest number of jobs: a browser holds few connections to one server. */
-export const MOST_COMPARED = 4;
+const SECONDS_BETWEEN_READS = 3;
+const ENDED = ["SUCCEEDED", "FAILED", "CANCELLED"];
+/** The largest number of jobs. */
+export const MOST_COMPARED = 50;
+// The results of a job: the title of the column, its value, and how it is formatted.
+const RESULTS = [
+  ["Loss", ({loss}) => loss, number],
+  ["KL", klOf, number],
+  ["Reward", (metrics) => metrics["reward/mean"], number],
+  ["Held-out loss", heldOutOf, number],
+  ["Accuracy", (metrics) => metrics["eval/accuracy"], percent],
+];
 
 /** Shows the jobs with these ids in `root`; returns the function that closes the page. */
 export function openCompare(root, ids) {
-  const page = new ComparePage(root, ids);
+  const page = new ComparePage(root, [...new Set(ids)]);
   page.open();
   return () => page.close();
 }
@@ -21,7 +32,8 @@ export function openCompare(root, ids) {
 class ComparePage {
   constructor(root, ids) {
     this.root = root;
-    this.ids = [...new Set(ids)].slice(0, MOST_COMPARED);
+    this.ids = ids.slice(0, MOST_COMPARED);
+    this.leftOut = ids.length - this.ids.length;
     this.curves = new Curves();
     this.closers = [];
   }
@@ -36,25 +48,21 @@ class ComparePage {
     }
     if (this.closed) return;
     document.title = "compare - distill";
-    this.runs = jobs.map((job) => (
-      {label: labelOf(job, jobs), method: job.kind, job, history: new History(job.started_at)}));
-    this.body = el("tbody");
+    this.runs = jobs.map((job, colour) => ({label: labelOf(job, jobs), method: job.kind, job, colour, lastSeq: 0,
+      config: new Map(flattened(job.config)), history: new History(job.started_at)}));
+    this.ends = el("div");
     this.root.append(
       el("p", {class: "crumbs"}, el("a", {href: "#/"}, "Jobs"), " / compare"),
-      el("h1", {}, `${jobs.length} jobs`), this.table(),
-      el("h2", {}, "Differences of configuration"), differences(this.runs),
+      el("h1", {}, `${jobs.length} jobs`),
+      ...(this.leftOut ? [el("p", {class: "notice"}, `${this.leftOut} further jobs are left out: the page compares at`
+        + ` most ${MOST_COMPARED} jobs.`)] : []),
+      this.ends, el("h2", {}, "Differences of configuration"), differences(this.runs),
       el("h2", {}, "Curves"), this.curves.view.element, this.curves.nothing, this.curves.main,
-      this.curves.others);
+      this.curves.others, this.curves.table);
     this.show();
-    for (const run of this.runs) {
-      this.closers.push(follow(`api/jobs/${encodeURIComponent(run.job.id)}/events`, {
-        steps: (records) => this.add(run, records),
-        fault: (error) => this.fail(error),
-      }));
-    }
     const redraw = new ResizeObserver(() => this.draw());
     redraw.observe(this.curves.main);
-    this.closers.push(() => redraw.disconnect());
+    this.closers.push(() => redraw.disconnect(), repeat(SECONDS_BETWEEN_READS, () => this.read()));
   }
 
   close() {
@@ -62,36 +70,55 @@ class ComparePage {
     for (const end of this.closers) end();
   }
 
-  add(run, records) {
-    for (const record of records) run.history.add(record);
-    const {state, step, max_steps: steps} = run.history.last;
-    Object.assign(run.job, {state, step, max_steps: steps || run.job.max_steps});
-    this.drawing ??= setTimeout(() => {
-      this.drawing = null;
-      this.draw();
-      this.show();
-    }, MS_BETWEEN_DRAWINGS);
+  /** Reads the new steps of all jobs, one after the other: a browser holds few connections to a server. */
+  async read() {
+    try {
+      for (const run of this.runs) await this.readRun(run);
+      this.notice?.remove();
+    } catch (error) {
+      this.fail(error);
+    }
+  }
+
+  async readRun(run) {
+    const {job, history} = run;
+    // The last events of a job that has ended are read once.
+    if (this.closed || run.isComplete) return;
+    const answer = await get(`api/jobs/${encodeURIComponent(job.id)}/steps?after=${run.lastSeq}`);
+    run.isComplete = ENDED.includes(answer.state);
+    if (!run.lastSeq) history.extremes = answer.extremes;
+    run.lastSeq = answer.last_seq;
+    history.addColumns(answer.events);
+    if (!history.last) return;
+    const {state, step, max_steps: steps} = history.last;
+    Object.assign(job, {state, step, max_steps: steps || job.max_steps});
+    this.draw();
+    this.show();
   }
 
   draw() {
     if (!this.closed) this.curves.draw(this.runs);
   }
 
-  table() {
-    const columns = ["Job", "State", "Step", "Loss", "KL", "Held-out loss", "Accuracy"];
-    return scrolled("Jobs", el("table", {class: "plain"},
-      el("thead", {}, el("tr", {}, columns.map((name) => el("th", {scope: "col"}, name)))), this.body));
-  }
-
+  /** Shows the ends of the jobs, grouped by seed. */
   show() {
-    this.body.replaceChildren(...this.runs.map(({job, history, label}, index) => {
-      const metrics = {...job.metrics, ...history.metrics};
-      const cells = [badge(job.state), `${job.step} / ${job.max_steps || "?"}`, number(metrics.loss),
-        number(klOf(metrics)), number(heldOutOf(metrics)),
-        percent(metrics["eval/accuracy"])];
-      return el("tr", {}, el("th", {scope: "row"}, key(index), link(job, label)),
-        cells.map((cell) => el("td", {}, cell)));
-    }));
+    const values = (run) => RESULTS.map(([, value]) => value({...run.job.metrics, ...run.history.metrics}));
+    const rows = new Map(this.runs.map((run) => [run, values(run)]));
+    const shown = RESULTS.map((_, column) => [...rows.values()].some((row) => Number.isFinite(row[column])));
+    const columns = ["Job", "State", "Step", ...RESULTS.filter((_, column) => shown[column]).map(([title]) => title)];
+    const cells = (row) => row.filter((_, column) => shown[column]).map((cell) => el("td", {}, cell));
+    const means = (members) => RESULTS.map(([, , format], column) =>
+      meanOf(members.map((run) => rows.get(run)[column]), format));
+    const groups = groupBySeed(this.runs);
+    this.ends.replaceChildren(scrolled("Ends", el("table", {class: "plain seeds"},
+      el("thead", {}, el("tr", {}, columns.map((name) => el("th", {scope: "col"}, name)))),
+      groups.map(({keys, members}) => el("tbody", {},
+        members.length > 1 ? el("tr", {class: "mean"},
+          el("th", {scope: "row", colspan: 3}, `mean of ${members.length} seeds`, ...keysOf(keys)),
+          cells(means(members))) : null,
+        members.map((run) => el("tr", {}, el("th", {scope: "row"}, key(run.colour), link(run.job, run.label)),
+          el("td", {}, badge(run.job.state)), el("td", {}, `${run.job.step} / ${run.job.max_steps || "?"}`),
+          cells(RESULTS.map(([, , format], column) => format(rows.get(run)[column]))))))))));
   }
 
   fail(error) {
@@ -102,24 +129,27 @@ class ComparePage {
   }
 }
 
-/** Returns the configuration's values by their dotted keys, such as `train.learning_rate`. A list is
- *  one value. */
-export function flattened(config, prefix = "") {
-  return Object.entries(config).flatMap(([name, value]) =>
-    value && typeof value === "object" && !Array.isArray(value)
-      ? flattened(value, `${prefix}${name}.`) : [[prefix + name, JSON.stringify(value)]]);
+/** Formats the mean and its 95% interval; "-" unless all seeds have a value. */
+function meanOf(values, format) {
+  const result = values.every(Number.isFinite) ? interval(values) : null;
+  if (!result) return "-";
+  // A smaller difference is that of a computer's rounding.
+  if (result.half < 1e-9 * Math.abs(result.mean)) return `${format(result.mean)} \u00b1 0`;
+  return `${format(result.mean)} \u00b1 ${format === number ? number(result.half, 2) : format(result.half)}`;
+}
+
+function keysOf(keys) {
+  return keys.map(([name, value]) => [" ", el("code", {}, `${name} = ${value}`)]);
 }
 
 function differences(runs) {
-  const configs = runs.map(({job}) => new Map(flattened(job.config)));
-  const keys = [...new Set(configs.flatMap((config) => [...config.keys()]))].sort()
-    .filter((name) => new Set(configs.map((config) => config.get(name))).size > 1);
-  if (!keys.length) return el("p", {class: "hint"}, "The configurations are the same.");
+  const names = differingKeys(runs.map(({config}) => config));
+  if (!names.length) return el("p", {class: "hint"}, "The configurations are the same.");
   return scrolled("Differences", el("table", {class: "plain differences"},
     el("thead", {}, el("tr", {}, el("th", {scope: "col"}, "Key"),
-      runs.map(({label}, index) => el("th", {scope: "col"}, key(index), label)))),
-    el("tbody", {}, keys.map((name) => el("tr", {}, el("th", {scope: "row"}, el("code", {}, name)),
-      configs.map((config) => el("td", {}, el("code", {}, config.get(name) ?? "-"))))))));
+      runs.map(({label, colour}) => el("th", {scope: "col"}, key(colour), label)))),
+    el("tbody", {}, names.map((name) => el("tr", {}, el("th", {scope: "row"}, el("code", {}, name)),
+      runs.map(({config}) => el("td", {}, el("code", {}, config.get(name) ?? "-"))))))));
 }
 
 /** A table may be wider than a phone: it scrolls, also with the keyboard. */
@@ -127,8 +157,8 @@ function scrolled(name, table) {
   return el("div", {class: "wide", role: "region", "aria-label": name, tabindex: 0}, table);
 }
 
-function key(index) {
-  return el("i", {class: `key line-${index}`, "aria-hidden": "true"});
+function key(colour) {
+  return el("i", {class: `key ${keyOf(colour)}`, "aria-hidden": "true"});
 }
 
 function link(job, label) {

@@ -1,150 +1,164 @@
-// A line chart of metrics. Pointer and arrow keys select the point whose values it shows; dragging
-// and the keys + and - zoom.
+// A line chart of metrics, drawn by uPlot. Pointer and arrow keys select the point whose values all
+// charts show; dragging and the keys + and - zoom.
 
-import {domain, linearTicks, logTicks, nearest, share} from "./axes.js";
-import {el, setText, svg} from "./dom.js";
+import {domain, nearest} from "./axes.js";
+import {colourOf, el, setText} from "./dom.js";
 import {number, percent, tickLabels} from "./figures.js";
+import {drawMarks, marksAt} from "./marks.js";
 
-const HEIGHT = 180;
-const MARGIN = {left: 46, right: 12, top: 10, bottom: 22};
-const MOST_COLOURS = 6;
+const HEIGHT = 190;
+const COLOURS = 7;
+// The lines after each seven colours are dashed.
+const DASHES = [[], [7, 3], [2, 3]];
 // Lines with at most this many points also get dots, so that rare evaluations are visible.
 const FEW_POINTS = 60;
-// Pixels of the widest character of a tick, and between a tick and its line.
+// Pixels of the widest character of a tick, and around it.
 const CHARACTER = 6.6;
-const GAP = 6;
+const GAP = 14;
 // A shorter drag is a click.
 const DRAG_PIXELS = 6;
 
+/** Returns the classes of the key of a line: its colour, and whether it is dashed. */
+export function keyOf(colour) {
+  return `line-${colour % COLOURS}${colour < COLOURS ? "" : " dashed"}`;
+}
+
 /** One chart with its legend. */
 export class Curve {
-  /** `spec` has title and unit, and may have log, zero and percent; see curves.js. `view` is the
+  /** `spec` has title and unit, and may have log, zero and percent; see charts.js. `view` is the
    *  ChartView of the page. */
   constructor(spec, view) {
     this.spec = spec;
     this.view = view;
     this.lines = [];
     this.cursor = null;
-    this.drawing = svg("svg", {
+    this.drawing = el("div", {
       class: "drawing",
-      height: HEIGHT,
       role: "img",
       tabindex: 0,
-      pointerdown: (event) => this.press(event),
-      pointermove: (event) => this.point(event),
-      pointerup: (event) => this.release(event),
-      pointercancel: () => this.drop(),
-      pointerleave: () => this.moveTo(null),
-      dblclick: () => this.view.zoom(null),
-      blur: () => this.moveTo(null),
+      pointerleave: () => this.view.pointed(null),
+      blur: () => this.view.pointed(null),
       keydown: (event) => this.onKey(event),
     });
+    this.unit = el("span", {class: "hint"}, spec.unit);
+    this.place = el("li", {class: "place"});
     this.legend = el("ul", {class: "legend"});
     this.element = el("figure", {class: "curve", hidden: true},
-      el("figcaption", {}, el("h3", {}, spec.title), el("span", {class: "hint"}, spec.unit)),
-      this.drawing, this.legend);
+      el("figcaption", {}, el("h3", {}, spec.title), this.unit), this.drawing, this.legend);
   }
 
-  /** Draws lines `{label, colour, held, steps, times, tokens, values}` over the range `{low, high}`.
-   *  `held`: never smoothed. A chart without points is hidden. */
+  /** Draws lines `{label, colour, held, alone, xs, values, sampled}` over the range `{low, high}`.
+   *  `held`: never smoothed. `alone`: of the only job. Extreme values, which only `values` has, do not
+   *  count for a smooth line: its means would be too large or too small. A chart without points is
+   *  hidden. */
   draw(lines, {low, high}) {
-    const {axis} = this.view;
-    this.lines = lines.filter((line) => line.values.length).map((line) => ({...line, xs: line[axis]}));
-    this.element.hidden = !this.lines.length;
+    this.lines = lines;
+    this.element.hidden = !lines.length;
     if (this.element.hidden) return;
-    this.width = Math.max(200, this.element.clientWidth - 2);
-    this.x = {low, high: high > low ? high : low + 1, log: false};
-    for (const line of this.lines) this.cut(line);
-    this.y = domain(this.lines.flatMap((line) => line.seen), this.spec);
-    const {low: bottom, high: top, log} = this.y;
-    this.ticks = log ? logTicks(bottom, top) : linearTicks(bottom, top, 4);
-    this.labels = this.spec.percent ? this.ticks.map(percent) : tickLabels(this.ticks);
-    const longest = Math.max(...this.labels.map((label) => label.length));
-    this.left = Math.max(MARGIN.left, GAP + CHARACTER * longest);
-    this.drawing.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
-    this.drawing.setAttribute("width", this.width);
-    this.mark = svg("g", {class: "mark"});
-    const [left, right] = [this.left - 4, this.width - MARGIN.right + 4];
-    // A nested drawing cuts off what is outside of the zoomed range.
-    const inner = {x: left, y: 0, width: right - left, height: HEIGHT};
-    this.drawing.replaceChildren(this.grid(),
-      svg("svg", {...inner, viewBox: `${left} 0 ${right - left} ${HEIGHT}`},
-        this.lines.map((line) => this.line(line))), this.mark);
+    this.x = {low, high: high > low ? high : low + 1};
+    for (const line of lines) this.prepare(line);
+    this.y = domain(lines.flatMap((line) => line.seen), this.spec);
+    setText(this.unit, this.y.log ? `${this.spec.unit}, log axis` : this.spec.unit);
+    this.plot();
     this.drawLegend();
-    this.moveTo(this.cursor);
+    // uPlot sets its scales in a microtask.
+    queueMicrotask(() => this.moveTo(this.cursor));
   }
 
-  /** Keeps the points of a line in the range, and one on each side, to which its ends lead. */
-  cut(line) {
-    const {xs, values} = line;
-    const smooth = line.held ? values : this.view.smooth(values);
-    let [first, end] = [0, xs.length];
-    while (first + 1 < end && xs[first + 1] < this.x.low) first += 1;
-    while (end - 1 > first && xs[end - 2] > this.x.high) end -= 1;
-    line.raw = {xs: xs.slice(first, end), values: values.slice(first, end)};
-    line.smooth = smooth === values ? null : {xs: line.raw.xs, values: smooth.slice(first, end)};
-    const inside = line.raw.values.filter((_, i) => this.x.low <= line.raw.xs[i] && line.raw.xs[i] <= this.x.high);
-    line.seen = inside.length ? inside : line.raw.values;
+  /** Smooths a line, and finds its values in the range. */
+  prepare(line) {
+    const {xs, values, sampled} = line;
+    const smooth = line.held ? sampled.values : this.view.smooth(sampled.values);
+    line.smooth = smooth === sampled.values ? null : smooth;
+    const inside = values.filter((_, i) => this.x.low <= xs[i] && xs[i] <= this.x.high);
+    line.seen = inside.length ? inside : values;
   }
 
-  across(x) {
-    return this.left + share(x, this.x) * (this.width - this.left - MARGIN.right);
-  }
-
-  down(value) {
-    return HEIGHT - MARGIN.bottom - share(value, this.y) * (HEIGHT - MARGIN.top - MARGIN.bottom);
-  }
-
-  grid() {
-    const group = svg("g", {class: "grid"});
-    const right = this.width - MARGIN.right;
-    for (const [index, tick] of this.ticks.entries()) {
-      const y = this.down(tick);
-      group.append(
-        svg("line", {x1: this.left, x2: right, y1: y, y2: y}),
-        svg("text", {x: this.left - GAP, y: y + 4, "text-anchor": "end"}, this.labels[index]));
+  /** Gives uPlot the lines; a chart with other lines or another axis is made anew. */
+  plot() {
+    const width = Math.max(200, this.element.clientWidth - 2);
+    const made = JSON.stringify([this.view.axis, this.y.log,
+      this.lines.map(({label, colour, smooth, values}) => [label, colour, !smooth, values.length > FEW_POINTS])]);
+    const data = this.data();
+    if (this.made !== made) {
+      this.uplot?.destroy();
+      this.made = made;
+      this.uplot = new uPlot(this.options(width), data, this.drawing);
+    } else {
+      if (this.uplot.width !== width) this.uplot.setSize({width, height: HEIGHT});
+      this.uplot.setData(data);
     }
-    const {unit} = this.view;
-    for (const tick of unit.ticks(this.x.low, this.x.high, Math.max(2, this.width / 110))) {
-      const x = this.across(tick);
-      const anchor = x > right - 12 ? "end" : "middle";
-      group.append(svg("text",
-        {x: anchor === "end" ? this.width - 4 : x, y: HEIGHT - 5, "text-anchor": anchor}, unit.tick(tick)));
-    }
-    return group;
   }
 
-  line({colour, raw, smooth}) {
-    const group = svg("g", {class: `line line-${colour % MOST_COLOURS}`});
-    const points = this.points(raw);
-    group.append(svg("path", {d: path(points), class: smooth && "raw"}));
-    if (smooth) group.append(svg("path", {d: path(this.points(smooth))}));
-    if (points.length > FEW_POINTS || smooth) return group;
-    group.append(...points.map(([x, y]) => svg("circle", {cx: x, cy: y, r: 2})));
-    return group;
+  /** Returns the lines on one list of x values, as uPlot takes them: raw values, then smooth ones. */
+  data() {
+    const shown = (values) => (this.y.log ? values.map((value) => (value > 0 ? value : null)) : values);
+    return uPlot.join(this.lines.flatMap(({xs, values, smooth, sampled}) =>
+      [[xs, shown(values)], ...(smooth ? [[sampled.xs, shown(smooth)]] : [])]));
   }
 
-  /** Returns the points of a line in pixels; if several share a pixel column, only the lowest and the
-   *  highest value. */
-  points({xs, values}) {
-    const columns = new Map();
-    for (let i = 0; i < xs.length; i += 1) {
-      if (this.y.log && values[i] <= 0) continue;
-      const [x, y] = [this.across(xs[i]), this.down(values[i])];
-      const column = xs.length > 2 * this.width ? Math.round(x) : i;
-      const known = columns.get(column);
-      if (!known) columns.set(column, {x, low: y, high: y});
-      else Object.assign(known, {low: Math.max(known.low, y), high: Math.min(known.high, y)});
-    }
-    return [...columns.values()].flatMap(({x, low, high}) =>
-      low === high ? [[x, low]] : [[x, low], [x, high]]);
+  options(width) {
+    const soft = () => colourOf("--soft");
+    const {steps} = this.view.unit;
+    return {
+      width,
+      height: HEIGHT,
+      padding: [10, 18, 0, 0],
+      legend: {show: false},
+      cursor: {y: false, points: {show: false}, drag: {x: true, y: false, setScale: false, dist: DRAG_PIXELS},
+        bind: {dblclick: () => () => this.view.zoom(null)}},
+      scales: {
+        x: {time: false, range: () => [this.x.low, this.x.high]},
+        y: {distr: this.y.log ? 3 : 1, range: () => [this.y.low, this.y.high]},
+      },
+      axes: [
+        {stroke: soft, grid: {show: false}, ticks: {show: false}, size: 26, gap: 2, space: 70, font: "11px system-ui",
+          ...(steps ? {incrs: steps} : {}), values: (_, ticks) => ticks.map(this.view.unit.tick)},
+        {stroke: soft, ticks: {show: false}, gap: 4, space: 36, font: "11px system-ui",
+          grid: {stroke: () => colourOf("--rule"), width: 1, filter: (_, ticks) => this.rules(ticks)},
+          values: (_, ticks) => this.labels(ticks), size: (_, labels) => this.sizeOf(labels)},
+      ],
+      series: [{}, ...this.lines.flatMap((line) => this.series(line))],
+      hooks: {
+        setCursor: [(plot) => this.point(plot)],
+        setSelect: [(plot) => this.select(plot)],
+        drawClear: [(plot) => drawMarks(plot, this.view)],
+      },
+    };
+  }
+
+  series({colour, smooth, values}) {
+    const stroke = (alpha) => () => `${colourOf(`--line-${colour % COLOURS}`)}${alpha}`;
+    const dash = DASHES[Math.floor(colour / COLOURS) % DASHES.length];
+    const few = {show: values.length <= FEW_POINTS, size: 5};
+    const raw = {stroke: stroke(smooth ? "47" : ""), width: smooth ? 1 : 1.6, dash, spanGaps: true,
+      points: smooth ? {show: false} : few};
+    return smooth ? [raw, {stroke: stroke(""), width: 1.6, dash, spanGaps: true, points: {show: false}}] : [raw];
+  }
+
+  labels(ticks) {
+    if (this.spec.percent) return ticks.map(percent);
+    const shown = tickLabels(ticks.filter((tick) => tick !== null));
+    return ticks.map((tick) => (tick === null ? "" : shown.shift()));
+  }
+
+  /** Leaves out the lines of a log axis between powers of ten. */
+  rules(ticks) {
+    if (!this.y.log) return ticks;
+    return ticks.map((tick) => (Number.isInteger(+Math.log10(tick).toFixed(9)) ? tick : null));
+  }
+
+  sizeOf(labels) {
+    return GAP + CHARACTER * Math.max(4, ...(labels ?? []).map((label) => label.length));
   }
 
   drawLegend() {
     this.readings = this.lines.map(() => el("b"));
     this.legend.replaceChildren(...this.lines.map((line, index) =>
-      el("li", {class: `line-${line.colour % MOST_COLOURS}`},
-        el("i", {"aria-hidden": "true"}), `${line.label} `, this.readings[index], this.hidden(line))));
+      el("li", {},
+        el("i", {class: keyOf(line.colour), "aria-hidden": "true"}),
+        `${line.label} `,
+        this.readings[index], this.hidden(line))), this.place);
   }
 
   hidden({values}) {
@@ -156,48 +170,27 @@ export class Curve {
     return this.spec.percent ? percent(value) : number(value);
   }
 
-  /** Returns the x value under the pointer, within the range. */
-  under(event) {
-    const box = this.drawing.getBoundingClientRect();
-    const inner = this.width - this.left - MARGIN.right;
-    const way = ((event.clientX - box.left) * (this.width / box.width) - this.left) / inner;
-    return this.x.low + Math.min(1, Math.max(0, way)) * (this.x.high - this.x.low);
+  /** The pointer has moved: all charts show the values there. */
+  point(plot) {
+    const {left} = plot.cursor;
+    if (left >= 0) this.view.pointed(plot.posToVal(left, "x"));
   }
 
-  press(event) {
-    if (event.button !== 0) return;
-    this.from = {x: this.under(event), pixel: event.clientX};
-    this.drawing.setPointerCapture(event.pointerId);
-  }
-
-  point(event) {
-    const x = this.under(event);
-    this.moveTo(x);
-    if (!this.from) return;
-    const [left, right] = [this.across(this.from.x), this.across(x)].sort((one, other) => one - other);
-    this.mark.prepend(svg("rect", {x: left, y: MARGIN.top, width: right - left,
-      height: HEIGHT - MARGIN.top - MARGIN.bottom}));
-  }
-
-  release(event) {
-    const {from} = this;
-    this.from = null;
-    if (!from || Math.abs(event.clientX - from.pixel) < DRAG_PIXELS) return;
-    const [low, high] = [from.x, this.under(event)].sort((one, other) => one - other);
-    if (high > low) this.view.zoom({low, high});
-  }
-
-  drop() {
-    this.from = null;
-    this.moveTo(null);
+  select(plot) {
+    const {left, width} = plot.select;
+    if (width < DRAG_PIXELS) return;
+    const [low, high] = [left, left + width].map((pixel) => plot.posToVal(pixel, "x"));
+    plot.setSelect({left: 0, width: 0, top: 0, height: 0}, false);
+    this.view.zoom({low, high});
   }
 
   onKey(event) {
-    const {xs} = longest(this.lines);
+    const xs = longest(this.lines).xs.filter((x) => this.x.low <= x && x <= this.x.high);
+    if (!xs.length) return;
     const at = this.cursor === null ? xs.length - 1 : nearest(xs, this.cursor);
     const moves = {ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: xs.length - 1};
     const zooms = {"+": 0.25, "-": 1, Escape: Infinity};
-    if (event.key in moves) this.moveTo(xs[Math.min(xs.length - 1, Math.max(0, moves[event.key]))]);
+    if (event.key in moves) this.view.pointed(xs[Math.min(xs.length - 1, Math.max(0, moves[event.key]))]);
     else if (event.key in zooms) this.zoomAround(xs[at], zooms[event.key]);
     else return;
     event.preventDefault();
@@ -212,6 +205,7 @@ export class Curve {
   /** Shows the values of all lines at the point nearest to `x`; null means the last one. */
   moveTo(x) {
     this.cursor = x;
+    if (this.element.hidden || !this.uplot) return;
     const told = this.lines.map((line, index) => {
       const figure = this.figure(valueAt(line, x));
       setText(this.readings[index], figure);
@@ -219,21 +213,12 @@ export class Curve {
     });
     const {xs} = longest(this.lines);
     const shown = x === null ? xs.at(-1) : xs[nearest(xs, x)];
-    const label = this.view.unit.label(shown);
-    this.drawing.setAttribute("aria-label", `${this.spec.title} at ${label}: ${told.join(", ")}`);
-    this.mark.replaceChildren();
-    if (x === null || shown < this.x.low || shown > this.x.high) return;
-    const at = this.across(shown);
-    const left = at > this.width - 90;
-    this.mark.append(
-      svg("line", {x1: at, x2: at, y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom}),
-      svg("text", {x: left ? at - 5 : at + 5, y: MARGIN.top + 9, "text-anchor": left ? "end" : "start"},
-        label));
+    const place = [this.view.unit.label(shown), ...(x === null ? [] : marksAt(this.view, shown))].join(", ");
+    this.drawing.setAttribute("aria-label", `${this.spec.title} at ${place}: ${told.join(", ")}`);
+    const seen = x !== null && this.x.low <= shown && shown <= this.x.high;
+    setText(this.place, seen ? place : "");
+    this.uplot.setCursor({left: seen ? this.uplot.valToPos(shown, "x") : -10, top: 0}, false);
   }
-}
-
-function path(points) {
-  return points.map(([x, y], i) => `${i ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
 }
 
 function longest(lines) {

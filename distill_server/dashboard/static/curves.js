@@ -14,7 +14,9 @@ const LEAST_CONSTANT = 50;
  *  several jobs have a chart a metric. */
 export class Curves {
   constructor() {
-    this.view = new ChartView(() => this.draw(this.runs));
+    this.view = new ChartView(() => this.draw(this.runs), (x) => this.point(x));
+    // The colours of the system's dark mode.
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw(this.runs));
     this.runs = [];
     // The charts by title, and the place of each element in CHARTS.
     this.known = new Map();
@@ -22,6 +24,8 @@ export class Curves {
     this.main = el("div", {class: "curves"});
     this.others = el("div");
     this.folds = new Map();
+    this.values = el("tbody");
+    this.table = valuesTable(this.values, () => this.draw(this.runs));
     this.nothing = el("p", {class: "hint"}, "No steps yet.");
   }
 
@@ -29,7 +33,9 @@ export class Curves {
   draw(runs) {
     this.runs = runs;
     const names = [...new Set(runs.flatMap(({history}) => [...history.series.keys()]))];
-    this.view.offer(names.length > 0, runs.some(({history}) => history.learned > 0));
+    const hasSum = (sum) => runs.some(({history}) => history.sums[sum]);
+    this.view.offer(names.length > 0, {tokens: hasSum("tokens"), flops: hasSum("flops")});
+    this.table.hidden = !names.length;
     this.nothing.hidden = names.length > 0;
     if (!names.length) return;
     const lines = new Map([...this.known.values()].map((curve) => [curve, []]));
@@ -49,9 +55,15 @@ export class Curves {
         fold.constants.push(...drawn.map(({label, values}) => `${curve.spec.title}, ${label}: ${number(values[0])}`));
       } else curve.draw(drawn, range);
     }
+    if (this.table.open) this.values.replaceChildren(...names.flatMap((name) => valuesRows(name, runs)));
     for (const {constants, note} of this.folds.values()) {
       setText(note, constants.length ? `Constant: ${constants.join("; ")}` : "");
     }
+  }
+
+  /** Shows in all charts the values at a point of the x axis; null: the last values. */
+  point(x) {
+    for (const curve of this.known.values()) curve.moveTo(x);
   }
 
   /** Returns the chart of a metric; makes it at its place if there is none. */
@@ -86,14 +98,31 @@ export class Curves {
   lines(name, drawn) {
     const alone = this.runs.length === 1;
     const held = name.startsWith("eval/");
-    return this.runs.filter(({history}) => history.series.has(name)).map((run) => ({
-      ...run.history.series.get(name),
+    return this.runs.filter(({history}) => history.series.get(name)?.values.length).map((run) => ({
+      ...run.history.line(name, this.view.axis),
       label: alone ? labelOf(name) : run.label,
       colour: alone ? drawn : this.runs.indexOf(run),
       held,
       alone,
     }));
   }
+}
+
+function valuesTable(body, toggle) {
+  const columns = ["Metric", "Last", "Step", "Lowest", "Highest"];
+  return el("details", {toggle, class: "values", hidden: true}, el("summary", {}, "Table of values"),
+    el("div", {class: "wide", role: "region", "aria-label": "Values", tabindex: 0}, el("table", {class: "plain"},
+      el("thead", {}, el("tr", {}, columns.map((name) => el("th", {scope: "col"}, name)))), body)));
+}
+
+function valuesRows(name, runs) {
+  return runs.filter(({history}) => history.series.get(name)?.values.length).map(({label, history}) => {
+    const {xs: steps, values} = history.line(name, "steps");
+    const extremes = [Math.min, Math.max].map((extreme) => values.reduce((one, other) => extreme(one, other)));
+    const cells = [number(values.at(-1)), steps.at(-1), ...extremes.map((value) => number(value))];
+    return el("tr", {}, el("th", {scope: "row"}, runs.length > 1 ? `${name}, ${label}` : name),
+      cells.map((cell) => el("td", {}, String(cell))));
+  });
 }
 
 function titleOf(name, {title}) {

@@ -43,3 +43,8 @@ export function bar(step, maxSteps, label) {
     "aria-label": label,
   });
 }
+
+/** Returns the value of a colour of style.css, such as `--soft`. */
+export function colourOf(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}

@@ -13,11 +13,11 @@ const KINDS_OF_KL = [
 export function number(value, digits = 4) {
   if (value === undefined || value === null || !Number.isFinite(value)) return "-";
   const size = Math.abs(value);
-  if (size !== 0 && size < 1e-3) return value.toExponential(digits - 3);
+  if (size !== 0 && size < 1e-3) return value.toExponential(Math.max(0, digits - 3));
   if (size >= 1e6) return `${+(value / 1e6).toPrecision(digits - 1)}M`;
   if (size >= 1e4) return `${+(value / 1e3).toPrecision(digits - 1)}k`;
   if (Number.isInteger(value)) return String(value);
-  return size >= 1000 ? value.toFixed(digits - 4) : String(+value.toPrecision(digits));
+  return size >= 1000 ? value.toFixed(Math.max(0, digits - 4)) : String(+value.toPrecision(digits));
 }
 
 /** Formats the ticks of an axis with as few digits as tell them apart. */

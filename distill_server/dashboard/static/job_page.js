@@ -60,7 +60,8 @@ class JobPage {
     this.build();
     this.show();
     this.closers.push(follow(`${path}/events`, {
-      steps: (records) => this.add(records),
+      extremes: (extremes) => Object.assign(this.history, {extremes}),
+      steps: (events) => this.add(events),
       fault: (error) => this.fail(error),
     }));
     const redraw = new ResizeObserver(() => this.draw());
@@ -90,17 +91,15 @@ class JobPage {
       this.summary.element, this.reason, this.progress, this.preview.element, this.facts,
       el("div", {class: "cards"}, this.attempts.element, this.usage.element),
       el("h2", {}, "Curves"), this.curves.view.element, this.curves.nothing, this.curves.main,
-      this.curves.others, this.stages.element, this.samples.element, this.checkpoints.element, this.log.element,
-      this.commands.element,
+      this.curves.others, this.curves.table, this.stages.element, this.samples.element, this.checkpoints.element,
+      this.log.element, this.commands.element,
       el("details", {}, el("summary", {}, "Configuration"), config));
   }
 
-  add(records) {
-    for (const record of records) this.history.add(record);
+  add(events) {
+    this.history.addColumns(events);
     const newest = this.history.last;
-    const evaluated = records.some(({metrics}) =>
-      Object.keys(metrics).some((name) => name.startsWith("eval/")));
-    if (evaluated) this.samples.refresh();
+    if (Object.keys(events.metrics).some((name) => name.startsWith("eval/"))) this.samples.refresh();
     const moved = newest.state !== this.job.state || newest.attempt !== this.job.attempt;
     Object.assign(this.job, {
       state: newest.state,
@@ -137,6 +136,7 @@ class JobPage {
     if (this.looked && this.job.ended_at) return;
     this.looked = true;
     await Promise.all([this.attempts.refresh(), this.checkpoints.refresh(), this.preview.refresh()]);
+    this.draw();
   }
 
   learn(job) {
@@ -147,7 +147,10 @@ class JobPage {
 
   draw() {
     if (this.closed) return;
-    this.curves.draw([{label: this.job.name, method: this.job.kind, history: this.history}]);
+    const {history} = this;
+    const marks = [...history.marks, ...history.evaluations, ...this.checkpoints.marks];
+    this.curves.view.mark(history.placed(marks));
+    this.curves.draw([{label: this.job.name, method: this.job.kind, history}]);
     this.stages.draw(this.history);
   }
 

@@ -1,5 +1,6 @@
 // The results of several jobs, such as those of a sweep: the labels that differ against the evaluations.
 
+import {MOST_COMPARED} from "./compare_page.js";
 import {badge, el} from "./dom.js";
 import {number} from "./figures.js";
 import {parallelChart} from "./parallel_chart.js";
@@ -32,10 +33,10 @@ function show(body, results) {
   if (body.dataset.shown === fresh) return;
   body.dataset.shown = fresh;
   const columns = ["Job", ...labels, "State", "Steps", metric || "no evaluation yet", "Best"];
-  const ids = rows.slice(0, 4).map(({id}) => encodeURIComponent(id)).join();
+  const ids = rows.slice(0, MOST_COMPARED).map(({id}) => encodeURIComponent(id)).join();
   body.replaceChildren(
     el("p", {class: "hint"}, `${rows.length} jobs, the best first`, metric ? ` by ${metric}. ` : ". ",
-      rows.length > 1 ? el("a", {href: `#/compare/${ids}`}, "Compare the curves of the first four") : null),
+      rows.length > 1 ? el("a", {href: `#/compare/${ids}`}, "Compare the curves") : null),
     ...[parallelChart(results, body.clientWidth)].filter(Boolean),
     el("div", {class: "wide results", role: "region", "aria-label": "Results", tabindex: 0},
       el("table", {class: "plain"},

@@ -98,6 +98,11 @@ class Browser:
         script = "return document.querySelector(arguments[0])?.getAttribute(arguments[1])"
         return str(self.run(script, selector, name) or "")
 
+    def drawing(self, selector: str) -> str:
+        """Return the pixels of the first canvas in an element, as a data URL."""
+        script = "return document.querySelector(arguments[0]).querySelector('canvas').toDataURL()"
+        return str(self.run(script, selector))
+
     def click(self, selector: str) -> None:
         self._driver.find_element("css selector", selector).click()
 

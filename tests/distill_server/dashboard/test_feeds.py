@@ -1,53 +1,24 @@
-"""The history of a long job is thinned without losing what a curve shows."""
+"""The event streams of a job and of the list."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from dataclasses import replace
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from clients.jobs.job import JobEvent, JobState
 from distill_server.dashboard import feeds
-from distill_server.dashboard.feeds import Turns, job_messages, list_messages, thin_for_chart
+from distill_server.dashboard.feeds import Turns, job_messages, list_messages
 from distill_server.jobs.change_notifier import ChangeNotifier
 from distill_server.jobs.database import open_database
 from distill_server.jobs.store import Change, JobStore
 from protos.errors import Unavailable
 from tests.distill_server.conftest import job_config
-
-EVENT = JobEvent(1, 0.0, JobState.RUNNING, "", "training", 1, 1, 100)
-
-
-def events(count: int, attempt: int = 1) -> list[JobEvent]:
-    return [
-        replace(EVENT, seq=n, step=n, attempt=attempt, metrics={"loss": float(n)})
-        for n in range(1, count + 1)
-    ]
-
-
-def test_groups_are_their_last_event_with_means() -> None:
-    thinned = thin_for_chart(events(10), 4)
-    assert [(event.seq, event.metrics["loss"]) for event in thinned] == [
-        (4, 2.5),
-        (8, 6.5),
-        (10, 9.5),
-    ]
-
-
-def test_a_rare_metric_survives() -> None:
-    rare = events(9)
-    rare[4] = replace(rare[4], metrics={"loss": 5.0, "eval/kl": 0.25})
-    assert [event.metrics.get("eval/kl") for event in thin_for_chart(rare, 9)] == [0.25]
-
-
-def test_attempts_are_never_mixed() -> None:
-    thinned = thin_for_chart([*events(3), *events(3, attempt=2)], 4)
-    assert [(event.attempt, event.metrics["loss"]) for event in thinned] == [(1, 2.0), (2, 2.0)]
 
 
 def test_the_list_is_told_when_it_is_another_one(
@@ -117,38 +88,49 @@ def read_page(message: str) -> list[str]:
     return lines
 
 
-def test_groups_of_one_change_nothing() -> None:
-    assert thin_for_chart(events(5), 1) == events(5)
-    assert thin_for_chart([], 3) == []
-
-
-def test_a_long_past_is_thinned_and_the_present_is_not(
+def test_a_job_is_sent_in_columns_of_its_events(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feeds, "_MAX_POINTS", 50)
+    """Past and later events arrive once, in order, with a null for each missing metric."""
     monkeypatch.setattr(feeds, "_PAGE_EVENTS", 40)
 
-    async def follow(store: JobStore, notifier: ChangeNotifier) -> list[dict[str, float]]:
-        points: list[dict[str, float]] = []
+    async def follow(store: JobStore, notifier: ChangeNotifier) -> list[dict[str, Any]]:
+        sent: list[dict[str, Any]] = []
         messages = job_messages(store, notifier, "job", 0)
-        while not points or points[-1]["seq"] < store.job("job").last_seq:
-            points += json.loads((await anext(messages)).split("data: ")[1])
-        past_count = len(points)
-        assert past_count <= 50 + 500 / 40
-        for step in (501, 502, 503):
-            store.change("job", Change(step=step, metrics={"loss": float(step)}))
-        points += json.loads((await anext(messages)).split("data: ")[1])
-        assert [event["step"] for event in points[past_count:]] == [501, 502, 503]
-        return points
+        assert (await anext(messages)).startswith("event: extremes\n")
+        while not sent or sent[-1]["seq"] < store.job("job").last_seq:
+            sent += read_events(await anext(messages))
+        for step in (101, 102):
+            store.change("job", Change(step=step, metrics={"loss": 1.0}))
+        return sent + read_events(await anext(messages))
 
     with open_database(tmp_path / "jobs.sqlite") as connection:
         connection.execute("PRAGMA synchronous = OFF")
         notifier = ChangeNotifier()
         store = JobStore(connection, on_change=notifier.notify)
         store.add("job", job_config(), "")
-        for step in range(1, 501):
-            store.change("job", Change(step=step, metrics={"loss": float(step)}))
-        points = asyncio.run(follow(store, notifier))
-    steps = [event["step"] for event in points]
-    assert steps == sorted(steps)
-    assert {500, 503} <= set(steps)
+        for step in range(1, 101):
+            metrics = {"loss": step / 3} | ({"eval/kl": 0.25} if step % 10 == 0 else {})
+            store.change("job", Change(step=step, metrics=metrics))
+        sent = asyncio.run(follow(store, notifier))
+        stored = [asdict(event) for event in store.events("job", 0, 999)]
+    assert [event | {"metrics": {}} for event in sent] == [
+        event | {"metrics": {}} for event in stored
+    ]
+    for event, expected in zip(sent, stored, strict=True):
+        assert event["metrics"] == pytest.approx(expected["metrics"], rel=1e-6)
+
+
+def read_events(message: str) -> list[dict[str, Any]]:
+    """Return the records of the columns in a message."""
+    columns = json.loads(message.split("data: ")[1])
+    metrics = columns.pop("metrics")
+    return [
+        {
+            **{name: column[row] for name, column in columns.items()},
+            "metrics": {
+                name: column[row] for name, column in metrics.items() if column[row] is not None
+            },
+        }
+        for row in range(len(columns["seq"]))
+    ]

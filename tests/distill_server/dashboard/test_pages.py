@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from clients.jobs.plots.panels import smooth_curve
 from protos.rpc.ports import free_ports
+from tests.distill_server.conftest import job_config
 from tests.distill_server.dashboard.browser import IN_BROWSER, Browser, eventually
 from tests.distill_server.dashboard.proxy import PREFIX, proxy
 from tests.distill_server.dashboard.site import TOKENS, Site
@@ -52,13 +55,13 @@ def test_jobs_are_compared(site: Site, browser: Browser) -> None:
     for job in (first_job, second_job):
         eventually(lambda job=job: browser.count(f"[data-job='{job}'] [type=checkbox]") == 1)
         browser.click(f"[data-job='{job}'] [type=checkbox]")
-    assert browser.text(".title button") == "Compare 2 jobs"
-    browser.click(".title button")
-    eventually(lambda: browser.count(".curve:not([hidden]) .line path") == 2)
+    assert browser.text(".selection b") == "2 selected"
+    browser.click(".selection button")
+    eventually(lambda: browser.count(".curve:not([hidden]) .legend i") == 2)
     assert browser.run("return location.hash") == f"#/compare/{first_job},{second_job}"
     # A chart of `loss` with a line of each job, and one of `tokens`, which only one job has.
     assert browser.text(".curve h3") == "Loss"
-    assert browser.texts(".curve:not([hidden]) .legend li") == [
+    assert browser.texts(".curve:not([hidden]) .legend li:not(.place)") == [
         f"one {1 / 20:.4g}",
         f"other tokens=7 {1 / 30:.4g}",
     ]
@@ -75,14 +78,47 @@ def test_jobs_are_compared(site: Site, browser: Browser) -> None:
     ]
     assert rows == differences(site.job(first_job)["config"], site.job(second_job)["config"])
     assert browser.run(
-        "return import('/compare_page.js').then(({flattened}) =>"
+        "return import('/seeds.js').then(({flattened}) =>"
         " flattened({train: {rate: 1e-5, on: null}, list: [1, {a: 2}], deep: {a: {b: 'x'}}}))"
     ) == [
         ["train.rate", "0.00001"],
-        ["train.on", "null"],
         ["list", '[1,{"a":2}]'],
         ["deep.a.b", '"x"'],
     ]
+
+
+def test_seeds_are_grouped(site: Site, browser: Browser) -> None:
+    """Jobs that differ by their seeds only; a job alone has no mean."""
+    jobs = [
+        site.submit(job_config(f"run tokens={tokens}", steps).model_copy(update={"seed": seed}))
+        for tokens, steps, seed in ((7, 10, 1), (9, 10, 2), (5, 10, 3), (7, 20, 1))
+    ]
+    wait_until_succeeded(site, *jobs)
+    browser.open(f"{site.url}/#/compare/{','.join(jobs)}")
+    eventually(lambda: browser.texts(".seeds tbody:nth-of-type(1) td:nth-child(4)") == ["0.1"] * 3)
+    assert browser.texts(".seeds .mean th") == ["mean of 3 seeds max_steps = 10"]
+    assert browser.texts(".seeds .mean td") == ["0.1 \u00b1 0"]
+    assert browser.count(".seeds tbody") == 2
+    eventually(lambda: browser.count(".curve:not([hidden]) .legend i") == 4)
+
+
+def test_the_interval_of_a_mean(site: Site, browser: Browser) -> None:
+    """The quantiles of Student's t, by integration of its density."""
+    browser.open(f"{site.url}/#/")
+    values = np.random.default_rng(0).normal(0.3, 0.1, 50)
+    script = "return import('/seeds.js').then(({interval}) => VALUES.map((_, n) => interval("
+    script += "VALUES.slice(0, n + 1))))"
+    nothing, *intervals = browser.run(script.replace("VALUES", json.dumps(values.tolist())))
+    assert nothing is None
+    for count, result in enumerate(intervals, 2):
+        sample, freedom = values[:count], count - 1
+        assert result["mean"] == pytest.approx(sample.mean())
+        quantile = result["half"] / (sample.std(ddof=1) / math.sqrt(count))
+        points = np.linspace(-quantile, quantile, 100_001)
+        logs = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)
+        density = math.exp(logs) / math.sqrt(freedom * math.pi)
+        density *= (1 + points**2 / freedom) ** (-(freedom + 1) / 2)
+        assert np.trapezoid(density, points) == pytest.approx(0.95, abs=5e-5), count
 
 
 def test_the_held_out_loss_is_the_metric_that_chooses_the_best_step(
@@ -131,30 +167,30 @@ def test_the_x_axis_is_chosen_and_zoomed(site: Site, browser: Browser) -> None:
     # The second attempt repeats the steps after its checkpoint; they count once.
     assert browser.attribute(CHART, "aria-label").startswith(f"Loss at {7 * 40} tokens:")
     browser.press(CHART, "HOME")
-    assert browser.text(".mark text") == "7 tokens"
+    assert browser.text(".legend .place") == "7 tokens"
     browser.choose("[aria-label='Horizontal axis']", "times")
     ended_at, started_at = site.job(job)["ended_at"], site.job(job)["started_at"]
     seconds = int(re.findall(r"Loss at (\d+)s:", browser.attribute(CHART, "aria-label"))[0])
     assert 1.5 < ended_at - started_at - 1 <= seconds <= ended_at - started_at + 1
     browser.choose("[aria-label='Horizontal axis']", "steps")
-    full_path = path_ends(browser)
+    full_drawing = browser.drawing(CHART)
     browser.drag(CHART, 0.5, 0.9)
     eventually(lambda: browser.count(".chart-view button:not([hidden])") == 1)
-    shown_steps = [int(text) for text in browser.texts(f"{CHART} .grid text[y='175']")]
-    assert all(15 < step < 40 for step in shown_steps), shown_steps
-    assert path_ends(browser) != full_path
+    # Both ends of the range: the keys stay within it.
+    browser.press(CHART, "HOME")
+    first_step = int(browser.text(".legend .place").removeprefix("step ").partition(",")[0])
+    browser.press(CHART, "END")
+    last_step = int(browser.text(".legend .place").removeprefix("step ").partition(",")[0])
+    assert 15 < first_step < last_step < 40
+    assert browser.drawing(CHART) != full_drawing
     browser.double_click(CHART)
-    eventually(lambda: path_ends(browser) == full_path)
+    eventually(lambda: browser.drawing(CHART) == full_drawing)
     browser.press(CHART, "END")
     browser.type(CHART, "+")
-    assert path_ends(browser) != full_path
+    assert browser.drawing(CHART) != full_drawing
     browser.click(".chart-view button")
-    assert path_ends(browser) == full_path
+    assert browser.drawing(CHART) == full_drawing
     assert browser.run("return document.activeElement.tagName") == "SELECT"
-
-
-def path_ends(browser: Browser) -> str:
-    return browser.attribute(f"{CHART} .line path", "d")
 
 
 def test_the_queue_and_an_attempt_that_died(
@@ -226,8 +262,8 @@ def test_behind_a_proxy(make_site: Callable[..., Site], browser: Browser) -> Non
         eventually(lambda: browser.count(f"[data-job='{job}']") == 1)
         browser.click(f"[data-job='{job}'] a")
         eventually(lambda: browser.count(CHART) == 1)
-        path_before = path_ends(browser)
-        eventually(lambda: path_ends(browser) != path_before)
+        drawing_before = browser.drawing(CHART)
+        eventually(lambda: browser.drawing(CHART) != drawing_before)
         browser.click(".actions .buttons button")
         browser.click(".actions dialog .strong")
         eventually(lambda: browser.text(".title .badge") == "cancelled")
@@ -244,6 +280,6 @@ def test_how_far_an_engine_is_ahead(site: Site, browser: Browser) -> None:
     browser.click("details:has(> [data-theme=Training]) summary")
     titles = ["Loss", "Importance weights", "Sampler", "Staleness"]
     eventually(lambda: browser.texts(".curve:not([hidden]) h3") == titles)
-    legends = browser.texts(".curve:not([hidden]) .legend li")
+    legends = browser.texts(".curve:not([hidden]) .legend li:not(.place)")
     assert legends[1:4] == ["share clipped or masked 0", "effective share of samples 0.9", "mean 1"]
     assert legends[4:] == ["KL 0.02", "lag 2"]

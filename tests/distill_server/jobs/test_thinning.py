@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from clients.config.tables.common import CheckpointConfig
 from clients.jobs.job import JobEvent, JobState
 from clients.jobs.record import points_of
 from distill_server.jobs.database import NEWEST, OLDER, open_database
+from distill_server.jobs.extremes import PARTS, Extremes, add_extremes, read_extremes
 from distill_server.jobs.store import Change, JobStore
 from tests.distill_server.conftest import job_config
 
 STEPS, EVERY = 20_000, 100
+NORMS = np.random.default_rng(0).lognormal(size=STEPS + 1).tolist()
+
+
+@dataclass(frozen=True)
+class Thinned:
+    events: list[JobEvent]
+    extremes: Extremes
 
 
 @pytest.fixture(scope="module")
-def events(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[JobEvent]]:
-    """The events of a job with an evaluation and its phase every 100 steps, and a retry."""
+def job(tmp_path_factory: pytest.TempPathFactory) -> Thinned:
+    """A job with an evaluation and its phase every 100 steps, and a retry."""
     root = tmp_path_factory.mktemp("thinning")
     with open_database(root / "server.sqlite") as connection:
         connection.execute("PRAGMA synchronous = OFF")
@@ -30,7 +41,9 @@ def events(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[JobEvent]]
             store.change(name, Change(JobState.PREPARING), Change(JobState.RUNNING))
         changes = []
         for step in range(1, STEPS + 1):
-            metrics = {"loss": 1 / step} | ({"eval/kl": step} if step % EVERY == 0 else {})
+            metrics = {"loss": 1 / step, "grad_norm": NORMS[step]}
+            if step % EVERY == 0:
+                metrics["eval/kl"] = step
             changes.append(Change(step=step, metrics=metrics))
             if step % EVERY == 0:
                 changes += [Change(phase="evaluating"), Change(phase="training")]
@@ -41,7 +54,12 @@ def events(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[JobEvent]]
             store.change("long", *changes[start : start + 50])
         store.change("other", *[Change(step=n, metrics={"loss": n}) for n in range(1, 900)])
         assert len(store.events("other", 0, 9999)) == 902, "a short job keeps all of its events"
-        yield list(store.events("long", 0, 99_999))
+        return Thinned(list(store.events("long", 0, 99_999)), store.extremes("long"))
+
+
+@pytest.fixture
+def events(job: Thinned) -> list[JobEvent]:
+    return job.events
 
 
 def test_their_number_has_a_bound(events: list[JobEvent]) -> None:
@@ -70,6 +88,52 @@ def test_the_steps_that_are_left_are_spread_evenly(events: list[JobEvent]) -> No
     assert len(old) >= OLDER // 2
     # Gaps are powers of two; events since the last thinning are not thinned yet.
     assert max(b - a for a, b in pairwise(old)) <= 128
+
+
+def test_the_extremes_of_a_curve_are_kept(job: Thinned) -> None:
+    """The oracle has all steps: in each of 79 parts, the job has the same lowest and highest
+    value.
+    """
+    points = job.extremes.curves["grad_norm"]
+    assert len(points) <= 2 * PARTS
+    kept = [*points, *((point.step, point.metrics["grad_norm"]) for point in points_of(job.events))]
+    norms = np.array(NORMS)
+    length = 256  # the smallest power of two with at most 128 parts
+    assert STEPS // length < PARTS <= STEPS // (length // 2)
+    for first in range(0, STEPS, length):
+        part = norms[max(1, first) : first + length]
+        shown = [value for step, value in kept if first <= step < first + length]
+        assert (min(shown), max(shown)) == (part.min(), part.max())
+
+
+def test_the_extremes_of_repeated_steps_are_those_of_the_last_attempt(tmp_path: Path) -> None:
+    """The events are deleted in turns, as of a job whose attempts repeat steps."""
+    noise = np.random.default_rng(1)
+    values: dict[int, float] = {}
+    rows: list[dict[str, Any]] = []
+    with open_database(tmp_path / "server.sqlite") as connection:
+        JobStore(connection, on_change=lambda job_id: None).add("job", job_config(), "")
+        for attempt, first, last in ((1, 1, 900), (2, 400, 1500), (3, 1450, 2100)):
+            values = {step: value for step, value in values.items() if step < first}
+            for step in range(first, last + 1):
+                values[step] = float(noise.normal())
+                metrics = json.dumps({"loss": values[step]})
+                seq = rows[-1]["seq"] + 1 if rows else 1
+                rows.append({"seq": seq, "step": step, "attempt": attempt, "metrics": metrics})
+                if step % 100 == 0:
+                    deleted = {row["seq"] for row in rows if row["step"] != first}
+                    add_extremes(connection, "job", rows, deleted)
+                    rows = [row for row in rows if row["seq"] not in deleted]
+        extremes = read_extremes(connection, "job")
+    assert extremes.attempt == 3
+    kept = dict(extremes.curves["loss"]) | {400: values[400], 1450: values[1450]}
+    assert all(values[step] == value for step, value in kept.items())
+    length = 32
+    assert 2100 // length < PARTS <= 2100 // (length // 2)
+    for start in range(0, 2101, length):
+        part = [value for step, value in values.items() if start <= step < start + length]
+        shown = [value for step, value in kept.items() if start <= step < start + length]
+        assert (min(shown), max(shown)) == (min(part), max(part))
 
 
 def test_a_job_that_is_evaluated_at_every_step(tmp_path: Path) -> None:
