@@ -170,7 +170,7 @@ bench-evidence: setup  ## measure the claims of docs/evidence.md and write the p
 	$(BIN)/python -m benchmarks.evidence.service_cost --data $(DATA)
 	$(BIN)/python -m benchmarks.evidence.page
 
-bench-gpu: $(if $(GPU_PYTHON),,setup-bench-gpu)  ## benchmark loss, scoring head, updates of a student (MFU, memory, beside TRL), rollouts and quantised teachers on this machine's GPU; GPU_PYTHON=python3 installs nothing
+bench-gpu: $(if $(GPU_PYTHON),,setup-bench-gpu)  ## benchmark loss, scoring head, updates of a student (MFU, memory, compared with TRL), rollouts and quantised teachers on this machine's GPU; GPU_PYTHON=python3 installs nothing
 	$(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks.gpu
 	$(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks.loss.heads --out benchmarks/results/heads_gpu.json
 	$(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks.gpu.training

@@ -176,7 +176,7 @@ def compare_memory(_: Path) -> Section | None:
     ]
     weights, steps = 4 * profile["weights"], result["steps"]
     text = f"""\
-## Memory beside TRL
+## Memory compared with TRL
 
 The table has the peak memory of all processes of a run; shared pages count once. Each row is one
 run of {steps} steps, with the settings of the previous section. The last two columns have the

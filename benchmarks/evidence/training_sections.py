@@ -173,10 +173,11 @@ def compare_speed(docs: Path) -> Section:
         Effect("TRL's held-out KL minus ours, above -0.02", kls, least=-0.02),
     ]
     text = f"""\
-## Speed beside TRL
+## Speed compared with TRL
 
 This section compares whole runs with TRL's DistillationTrainer, with the same models, batch and
-cores ([Results](results.md#beside-trl)). Our runs use a vLLM engine that samples one step ahead.
+cores ([Results](results.md#comparison-with-trl)). Our runs use a vLLM engine that samples one step
+ahead.
 
 {effects_table(effects, "ratio, nats", 2)}
 """

@@ -5,8 +5,8 @@
 One small model per vocabulary, the same sequences, k = 64, one thread, all rows of all positions.
 All methods are started, then take turns. The result is the wall time of the best turn, from token
 ids to numbers in this process. The rows are compared, too. "prompt_logprobs" is a call without
-further options, which makes one object per candidate with its text. "flat" is the leanest output of
-vLLM: FlatLogprobs without text.
+further options, which makes one object per candidate with its text. "flat" is vLLM's
+output with the fewest objects: FlatLogprobs without text.
 """
 
 from __future__ import annotations

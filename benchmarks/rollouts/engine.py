@@ -3,11 +3,11 @@
     .venv-vllm/bin/python -m benchmarks.rollouts.engine [--quick] [--large] [--out FILE]
 
 Random weights in float32, one thread for each engine, groups of 8 sequences with one prompt, k = 64
-head ids and 8 draws per token. "equal": every sequence has the most tokens. "ragged": lengths are
-geometric with a quarter of the most as mean, cut at the most. Both engines sample the same tokens
-in turn; a speed is the median over the turns. transformers samples all sequences as one batch,
-which is its fastest way. A load is compared with reading the snapshot's files and copying every
-weight once, in this process.
+head ids and 8 draws per token. "equal": every sequence has the maximum length. "ragged": lengths
+are geometric with a quarter of the maximum as mean, cut at the maximum. Both engines sample the
+same tokens in turn; a speed is the median over the turns. transformers samples all sequences as one
+batch, which is its fastest way. A load is compared with reading the snapshot's files and copying
+every weight once, in this process.
 """
 
 from __future__ import annotations

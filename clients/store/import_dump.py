@@ -37,9 +37,11 @@ _PARSE_ERRORS = (ValueError, KeyError, IndexError, TypeError, AttributeError)
 
 @dataclass(frozen=True)
 class Dump:
-    """A dump, with information that it lacks: the teacher's tokenizer and its number of logits.
+    """A dump, and the facts that its files do not contain.
 
-    `top_k`: head ids to keep per row; None: as many as the first line has. `teacher`: display name.
+    - `tokenizer`, `vocab_size`: the teacher's tokenizer, and its number of logits
+    - `top_k`: number of head ids to keep per row; None: the number in the first line
+    - `teacher`: display name
     """
 
     path: Path

@@ -7,8 +7,8 @@ teacher, tokenizer, data       display names; ignored when two stores are compar
 teacher_fingerprint, teacher_version, tokenizer_fingerprint, vocab_size
 top_k, temperature, logprob_format, compress, tail_samples, seed
 form, columns, template, max_tokens
-image_column                   of the images, which sequences name; absent if the capture has none
-context                        text that only the teacher has read; absent if the capture has none
+image_column                   column of the images that sequences name; absent without images
+context                        text that only the teacher has read; absent without such text
 data_fingerprint               fingerprint of the data files, or the one `datasets` computes
 sequences_fingerprint          fingerprint of the token ids of all data
 too_long, empty                number of records left out, by reason

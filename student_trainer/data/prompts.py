@@ -449,7 +449,7 @@ def load_items(
     if data.eval_path is None and encoded_count == len(order):
         max_prompts = len(held_out_items) - 1
         raise InvalidInput(
-            f"eval.prompts = {held_out} leaves none of the {len(order)} records to train on",
+            f"eval.prompts = {held_out} leaves no training record: the data have {len(order)}",
             field="eval.prompts",
             hint=f"set eval.prompts to at most {max_prompts}" if max_prompts else "add records",
         )

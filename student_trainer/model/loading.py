@@ -163,7 +163,7 @@ def load_image_reader(student: StudentConfig, field: str = "data.image_column") 
         if makes_grids(processor):
             return ImageReader(processor, int(placeholder))
     raise InvalidInput(
-        f"{student.model!r} reads no images, or not as patches with a grid",
+        f"{student.model!r} reads no images, or does not read them as patches with a grid",
         field=field,
         hint="choose a student such as Qwen2.5-VL or Qwen3-VL, or remove the key",
     )

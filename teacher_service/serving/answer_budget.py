@@ -34,7 +34,7 @@ class AnswerBudget:
         self._release_events: set[asyncio.Event] = set()
 
     def share(self) -> BudgetShare:
-        """Return the empty share of a new stream."""
+        """Return a share for a new stream, with 0 bytes."""
         return BudgetShare(self)
 
 

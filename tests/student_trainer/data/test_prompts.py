@@ -240,7 +240,7 @@ def test_parquet(data: DataConfig, words: Any, tmp_path: Path) -> None:
         (['{"prompt": "1"}', "[1, 2]"], "data.path", "data.jsonl:2 is not a JSON object"),
         (["3"], "data.path", "data.jsonl:1 is not a JSON object"),
         (['{"prompt": ""}'], "data.path", ""),
-        (['{"prompt": "1"}'] * 5, "eval.prompts", "leaves none of the 5 records to train on"),
+        (['{"prompt": "1"}'] * 5, "eval.prompts", "leaves no training record: the data have 5"),
         ([], "data.path", "the data has no prompt that can be used"),
     ],
 )
