@@ -115,7 +115,7 @@ report: setup  ## print the largest files and functions, and names that say noth
 docs: setup  ## build the documentation into site/; a broken link fails the build
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-bench: setup  ## run the CPU benchmarks: loss, cache, wire format, HTTP, scoring, server, memory of processes, data of a million records; takes an hour on an idle machine
+bench: setup  ## run the CPU benchmarks: loss, cache, wire format, HTTP, scoring, server, memory of processes, the time of a step, data of a million records; takes an hour on an idle machine
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]'
 	$(BIN)/python -m benchmarks.loss
 	$(BIN)/python -m benchmarks.loss.heads
@@ -127,6 +127,7 @@ bench: setup  ## run the CPU benchmarks: loss, cache, wire format, HTTP, scoring
 	$(BIN)/python -m benchmarks.models.scoring
 	$(BIN)/python -m benchmarks.server
 	$(BIN)/python -m benchmarks.models.process_bytes
+	$(BIN)/python -m benchmarks.models.step_time
 	$(BIN)/python -m benchmarks.data
 	$(BIN)/python -m benchmarks.rollouts.overlap
 	$(BIN)/python -m benchmarks.rollouts.ahead

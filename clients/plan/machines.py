@@ -1,8 +1,11 @@
-"""The figures of the GPUs that `distill plan` knows, for the time of a step.
+"""The figures of the machines that `distill plan` knows, for the time of a step.
 
 The sources are NVIDIA's data sheets of each GPU (dense rates, without sparsity) and of the DGX
-system with eight such GPUs (network). The shares of peak performance that programs reach are
-assumptions, not measurements.
+system with eight such GPUs (network). The shares of the peaks that programs reach, and the seconds
+of the host, are assumptions, not measurements. The shares of attention are those that
+FlashAttention-2 reaches on an A100 (Dao, arXiv 2307.08691: 50% to 73%) and on an H100 (Shah et al.,
+arXiv 2407.08608: 35%). `benchmarks/models/calibration.py` measures the same figures of a CPU, and
+docs/step-time.md compares the times that follow from them with jobs.
 """
 
 from __future__ import annotations
@@ -12,8 +15,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class GpuFigures:
-    """The figures of one GPU, per second.
+class MachineFigures:
+    """The figures of one GPU, per second, or of one core of a CPU.
 
     - bf16, float32: peak operations of matrix products with these inputs (float32: as TF32).
     - memory: bytes per second of its memory.
@@ -21,8 +24,14 @@ class GpuFigures:
     - link: bytes per second that a GPU sends to the others of its machine.
     - network: bytes per second that a GPU sends to other machines.
     - host: bytes per second from GPU to host.
-    - product_share, memory_share, link_share: the part of a peak that programs reach.
-    - launch: seconds of the host for one decoding step of an engine.
+    - attention_share, product_share, memory_share, link_share: the part of a peak that programs
+      reach.
+    - elementwise_share: the part of `memory` that operations without a matrix product reach.
+    - layer_launch: seconds of the host to launch the forward pass of a layer, without CUDA graphs.
+    - token_launch: seconds of the host for the rest of a decoding step of transformers.
+    - engine_launch: seconds of the host for a decoding step of vLLM, which replays CUDA graphs.
+    - overlaps: whether the host launches operations while earlier ones run, and matrix products
+      hide their reads of memory.
     """
 
     bf16: float
@@ -32,29 +41,47 @@ class GpuFigures:
     link: float
     network: float
     host: float
+    attention_share: float = 0.35
     product_share: float = 0.6
     memory_share: float = 0.8
     link_share: float = 0.7
-    launch: float = 3e-3
+    elementwise_share: float = 0.8
+    layer_launch: float = 1e-3
+    token_launch: float = 3e-3
+    engine_launch: float = 3e-3
+    overlaps: bool = True
 
     def products(self, *, bf16: bool) -> float:
         """Return the operations per second that matrix products reach."""
         return self.product_share * (self.bf16 if bf16 else self.float32)
 
+    def attention(self, *, bf16: bool) -> float:
+        """Return the operations per second of causal attention, which skips half of them."""
+        return self.attention_share * (self.bf16 if bf16 else self.float32)
+
     @property
-    def traffic(self) -> float:
-        """Bytes per second of memory that programs reach."""
+    def reads(self) -> float:
+        """Bytes per second of weights and keys that a decoding step reads."""
         return self.memory_share * self.memory
 
+    @property
+    def traffic(self) -> float:
+        """Bytes per second that passes without a matrix product read and write."""
+        return self.elementwise_share * self.memory
 
-MACHINES: Mapping[str, GpuFigures] = {
+    def together(self, *seconds: float) -> float:
+        """Return the seconds of parts of a pass that a GPU overlaps, and a CPU does not."""
+        return max(seconds) if self.overlaps else sum(seconds)
+
+
+MACHINES: Mapping[str, MachineFigures] = {
     # "NVIDIA A100 Tensor Core GPU" data sheet, SXM 80 GB; DGX A100: 200 Gbit/s per GPU, PCIe 4.
-    "A100": GpuFigures(312e12, 156e12, 2.039e12, 80, 300e9, 25e9, 32e9),
+    "A100": MachineFigures(312e12, 156e12, 2.039e12, 80, 300e9, 25e9, 32e9, attention_share=0.6),
     # "NVIDIA H100 Tensor Core GPU" data sheet, SXM; DGX H100: 400 Gbit/s per GPU, PCIe 5.
-    "H100": GpuFigures(989e12, 494.5e12, 3.35e12, 80, 450e9, 50e9, 64e9),
+    "H100": MachineFigures(989e12, 494.5e12, 3.35e12, 80, 450e9, 50e9, 64e9),
     # "NVIDIA H200 Tensor Core GPU" data sheet, SXM; DGX H200.
-    "H200": GpuFigures(989e12, 494.5e12, 4.8e12, 141, 450e9, 50e9, 64e9),
+    "H200": MachineFigures(989e12, 494.5e12, 4.8e12, 141, 450e9, 50e9, 64e9),
     # "NVIDIA DGX B200" data sheet, an eighth of the system.
-    "B200": GpuFigures(2250e12, 1125e12, 8e12, 180, 900e9, 50e9, 64e9),
+    "B200": MachineFigures(2250e12, 1125e12, 8e12, 180, 900e9, 50e9, 64e9),
 }
 GPUS_OF_MACHINE = 8  # processes on more GPUs also use the network

@@ -2,36 +2,48 @@
 
 A step has four parts: the rollouts, the teacher's rows, the trainer (anchor, p_old, updates), and
 the push of new weights to the engines. A forward or backward pass takes the time of its matrix
-products plus the time of its memory traffic. A decoding step takes the longer of two times (its
-matrix products; the reads of weights and cache), plus the time to launch the step and to create its
-outputs (head ids, draws). The trainer's GPUs exchange data while they compute, so the trainer's
-part takes the longer of these two times. Answers have the maximum length that the job allows, so
-the seconds are an upper bound for a job whose answers end early. `benchmarks/models/step_time.py`
-compares the formulas with updates and sampling on a CPU.
+products plus the time of its memory traffic, or the time in which the host launches it, whichever
+is longer. A decoding step takes the longest of three times (matrix products; reads of weights and
+cache; launches by the host), plus the time to create its outputs (head ids, draws). A CPU overlaps
+none of these, so their seconds add up. The trainer's GPUs exchange data while they compute, so the
+trainer's part takes the longer of these two times. Answers have the maximum length that the job
+allows, so the seconds are an upper bound for a job whose answers end early.
+`benchmarks/models/step_time.py` compares the formulas with jobs on a CPU.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from clients.config.kinds import AnyTraining
 from clients.data.models.shape import ModelShape, read_shape
-from clients.plan.machines import GPUS_OF_MACHINE, GpuFigures
-from clients.plan.memory import BFLOAT16, FLOAT32, Load, peak_bytes, saved_per_token
+from clients.plan.machines import GPUS_OF_MACHINE, MachineFigures
+from clients.plan.memory import BFLOAT16, FLOAT32, Load, peak_bytes
 from clients.plan.memory_plan import GIB, USABLE, load_of, with_changes
 from protos.errors import InvalidInput, Unavailable
 
-# Bytes per entry of a chunk of logits of the fused operator: written, read twice, and its gradient
-# written once and read by two products.
-_LOGIT_BYTES = 3 * FLOAT32 + 3 * BFLOAT16
+# Bytes per entry of a chunk of logits of the fused operator. A GPU: written, read twice, and its
+# gradient written once and read by two products. A CPU (`softmax_torch`) has a pass for each of the
+# maximum 4, difference 8, limit 8, exp 8, sum 4, product 12, sum 4, copy 8 and scale 8.
+_LOGIT_BYTES = {True: 3 * FLOAT32 + 3 * BFLOAT16, False: FLOAT32 + 64 + 2 * FLOAT32}
 # Bytes per trained weight of clipping and AdamW: norm 4, scaling 8, reading w, m, v and the
 # gradient 16, writing w, m and v 12, clearing 4.
 _OPTIMIZER_BYTES = 44
-# Saved activations are written and read in the forward pass, read in the backward pass, and have
-# gradients of the same size that are written and read.
-_ACTIVATION_PASSES = 5
+# Operations of the backward pass of attention, in forward passes: it computes the scores again.
+_ATTENTION_BACKWARD = 2.5
+# Launches of the host for forward and backward pass of a layer, in forward passes.
+_UPDATE_LAUNCHES = 3
+# Bytes per vocabulary entry of the records of a sampled token (`sample_step`): the float32 copy of
+# the logits 8, division 8, log-softmax 8, top-k 4, float64 copy 12, exp 16, running sums 16, sums
+# of groups 8, the logits that `generate` gets 8.
+_RECORD_BYTES = 88
+# Bytes per draw of a sampled token, for the 64 entries of its group (`draw_tail`): ids 16, limit
+# 16, padding 9, probabilities 24, mask 16, running sums 16, zeros 25, running maxima 24.
+_DRAW_BYTES = 64 * 146
+_VLLM_SEQUENCES = 256  # answers in progress: `rollout_service/engines/vllm_start.py`
+_TEACHER_BATCH = 16384  # tokens of a batch: the default of `distill-teacher --max-batch-tokens`
 
 
 @dataclass(frozen=True)
@@ -39,22 +51,31 @@ class StepTime:
     """The seconds of the parts of a step, and of the whole step.
 
     - parts: "rollouts", "teacher", "trainer", "push"; only those that the job has.
-    - overlaps: whether rollouts run while the trainer learns (rollouts.lag > 0).
+    - lag: the key `rollouts.lag`.
+    - batches: number of batches in which the rows of a step arrive from the teacher.
     - without_teacher: whether the job has a teacher whose size is not known, so that its seconds
       are not in `parts`.
     """
 
     parts: Mapping[str, float]
-    overlaps: bool
+    lag: int = 0
+    batches: float = 1.0
     without_teacher: bool = False
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step. The teacher scores while the trainer learns from earlier rows."""
-        trainer = max(self.parts["trainer"], self.parts.get("teacher", 0.0))
-        trainer += self.parts.get("push", 0.0)
-        rollouts = self.parts.get("rollouts", 0.0)
-        return max(rollouts, trainer) if self.overlaps else rollouts + trainer
+        """Seconds of a step.
+
+        The trainer learns from the first rows while the teacher scores the next, so the wait for
+        the first batch of rows follows the rollouts. With a lag of 1, this wait is hidden behind
+        the trainer; with a lag of 2, the wait is hidden behind the next rollouts, too.
+        """
+        rollouts, teacher = self.parts.get("rollouts", 0.0), self.parts.get("teacher", 0.0)
+        wait, trainer = teacher / self.batches, self.parts["trainer"]
+        push = self.parts.get("push", 0.0)
+        if self.lag == 0:
+            return rollouts + max(wait + trainer, teacher) + push
+        return max(rollouts + wait * (self.lag == 1), teacher, trainer + push)
 
     @property
     def bottleneck(self) -> str:
@@ -71,31 +92,45 @@ class Split:
     teacher: int
 
 
-def step_time(job: AnyTraining, shape: ModelShape, load: Load, machine: GpuFigures) -> StepTime:
+def step_time(job: AnyTraining, shape: ModelShape, load: Load, machine: MachineFigures) -> StepTime:
     """Return the seconds of a step of the job. `load`: of `load_of`. Loads no weights."""
     step_tokens = job.sequences_per_step * load.line
     rows = job.sequences_per_step * (job.method.max_new_tokens if job.samples else load.line)
     parts = {"trainer": _trainer_seconds(job, load, machine, step_tokens, rows)}
-    rollouts = job.rollout_engine
+    rollouts, batches = job.rollout_engine, 1.0
     if job.samples:
         engines = load.processes if rollouts is None else max(1, rollouts.replicas)
-        group = 1 if rollouts is None else rollouts.tensor_parallel_size
-        answers = math.ceil(job.sequences_per_step / engines)
-        parts["rollouts"] = sampling_seconds(
-            shape, machine, answers, load.line, job.method.max_new_tokens, load.itemsize, group
+        sampling = Sampling(
+            shape,
+            answers=math.ceil(job.sequences_per_step / engines),
+            line=load.line,
+            new_tokens=job.method.max_new_tokens,
+            itemsize=load.itemsize,
+            draws=getattr(job, "draws", 0),
+            batch=max(1, 4 * job.train.tokens_per_micro_batch // load.line),
         )
+        if rollouts is not None and rollouts.engine == "vllm":
+            batch = sampling.count_at_once(machine, rollouts.tensor_parallel_size)
+            sampling = replace(
+                sampling, batch=batch, group=rollouts.tensor_parallel_size, vllm=True
+            )
+        parts["rollouts"] = sampling_seconds(sampling, machine)
+        batches = sampling.rounds
         if rollouts is not None:
-            # float32 weights to bfloat16 files in host memory, and from there to each engine.
-            parts["push"] = 2 * BFLOAT16 * shape.weights / machine.host
+            # Weights in the compute dtype to files in host memory, and from there to each engine.
+            parts["push"] = 2 * load.itemsize * shape.weights / machine.host
     if (teacher := _teacher_shape(job)) is not None and job.started_teacher is not None:
         gpus = max(1, job.started_teacher.gpus_of_model)
-        parts["teacher"] = (
-            forward_seconds(teacher, machine, step_tokens, load.line, rows, bf16=True) / gpus
-        )
+        seconds = forward_seconds(teacher, machine, step_tokens, load.line, rows, bf16=load.bf16)
+        teacher_batches = math.ceil(step_tokens / _TEACHER_BATCH)
+        launches = teacher_batches * teacher.layers * machine.layer_launch
+        parts["teacher"] = machine.together(seconds, launches) / gpus
+        batches = max(batches, teacher_batches)
     has_teacher = bool(job.teacher_addresses) or job.started_teacher is not None
     return StepTime(
         parts,
-        overlaps=rollouts is not None and rollouts.lag > 0,
+        lag=0 if rollouts is None else rollouts.lag,
+        batches=batches,
         without_teacher=has_teacher and "teacher" not in parts,
     )
 
@@ -111,7 +146,7 @@ def _teacher_shape(job: AnyTraining) -> ModelShape | None:
 
 
 def _trainer_seconds(
-    job: AnyTraining, load: Load, machine: GpuFigures, tokens: int, rows: int
+    job: AnyTraining, load: Load, machine: MachineFigures, tokens: int, rows: int
 ) -> float:
     """Return the seconds of anchor rows, p_old and all updates of a step."""
     updates = getattr(job.method, "total_updates", 1)
@@ -133,30 +168,65 @@ def _trainer_seconds(
     rate = machine.link if load.processes <= GPUS_OF_MACHINE else machine.network
     ranks = load.shards if load.sharded else load.processes
     between = exchanged * (ranks - 1) / ranks / (machine.link_share * rate)
-    return max(scoring + learning, between)
+    launches = micro_batches * (passes + _UPDATE_LAUNCHES + bool(load.checkpointing))
+    host = launches * load.shape.layers * machine.layer_launch
+    return machine.together(scoring + learning, between, host)
 
 
-def forward_flops(shape: ModelShape, tokens: float, line: int, rows: float) -> float:
-    """Return the operations of a forward pass: linear modules, causal attention, and the head."""
-    layer = 2 * shape.linear_weights + 2 * shape.queries * line
-    return tokens * shape.layers * layer + 2 * rows * shape.table_weights
+def _product_seconds(
+    shape: ModelShape,
+    machine: MachineFigures,
+    tokens: float,
+    line: int,
+    *,
+    linear: float,
+    attention: float,
+    bf16: bool,
+) -> float:
+    """Return the seconds of the products of the layers; linear, attention: forward passes of each.
+
+    Causal attention computes half of the scores of a sequence of `line` tokens.
+    """
+    linear_flops = 2 * shape.linear_weights * linear / machine.products(bf16=bf16)
+    attention_flops = 2 * shape.queries * line * attention / machine.attention(bf16=bf16)
+    return tokens * shape.layers * (linear_flops + attention_flops)
+
+
+def _layer_bytes(shape: ModelShape, itemsize: int) -> tuple[int, int]:
+    """Return the bytes per token of the elementwise operations of a layer, forward and backward.
+
+    The operators of transformers read and write one tensor after the other. Both norms, and those
+    of queries and keys, in float32: forward square 8, mean 4, scale 8, weight 8, casts of bfloat16
+    12; backward weight 24, scale 28, square 16, sum 8. Residual: two sums, and two of gradients, of
+    12. Rotation of queries and keys: forward 10 numbers, backward 12. Copies of the output of
+    attention: 2 numbers. SwiGLU: forward silu 2 and product 3, backward product 6 and silu 3.
+    """
+    rotated = shape.queries + shape.keys
+    normed = 2 * shape.hidden + rotated * shape.query_norm
+    residual = 2 * 3 * FLOAT32 * shape.hidden
+    copies = 2 * itemsize * shape.queries
+    casts = 12 * (itemsize == BFLOAT16)
+    forward = (28 + casts) * normed + residual + copies
+    forward += itemsize * (10 * rotated + 5 * shape.intermediate)
+    backward = (76 + casts) * normed + residual + copies
+    backward += itemsize * (12 * rotated + 9 * shape.intermediate)
+    return forward, backward
 
 
 def forward_seconds(
-    shape: ModelShape, machine: GpuFigures, tokens: float, line: int, rows: float, *, bf16: bool
+    shape: ModelShape, machine: MachineFigures, tokens: float, line: int, rows: float, *, bf16: bool
 ) -> float:
     """Return the seconds of a forward pass without gradient, and of its rows."""
-    itemsize = BFLOAT16 if bf16 else FLOAT32
-    width = 3 * itemsize * shape.intermediate + 6 * FLOAT32 * shape.hidden
-    width += 4 * itemsize * shape.queries
-    traffic = 2 * tokens * shape.layers * width + 3 * FLOAT32 * rows * shape.vocabulary
-    products = forward_flops(shape, tokens, line, rows) / machine.products(bf16=bf16)
-    return products + traffic / machine.traffic
+    forward, _ = _layer_bytes(shape, BFLOAT16 if bf16 else FLOAT32)
+    traffic = tokens * shape.layers * forward + 3 * FLOAT32 * rows * shape.vocabulary
+    head = 2 * rows * shape.table_weights / machine.products(bf16=bf16)
+    products = _product_seconds(shape, machine, tokens, line, linear=1, attention=1, bf16=bf16)
+    return products + head + traffic / machine.traffic
 
 
 def update_seconds(
     load: Load,
-    machine: GpuFigures,
+    machine: MachineFigures,
     tokens: float,
     rows: float,
     micro_batches: int,
@@ -168,58 +238,98 @@ def update_seconds(
     Adapters save the gradients of the frozen weights.
     """
     shape = load.part
-    body = forward_flops(shape, tokens, load.line, 0)
-    head = 2 * rows * shape.table_weights
-    recomputed = 0.0
-    if load.checkpointing and load.checkpointing != "selective":
-        recomputed = 1 / int(load.checkpointing)
-    flops = body * ((2 if load.lora else 3) + recomputed) + head * (3 if load.trains_head else 2)
-    traffic = (
-        tokens
-        * shape.layers
-        * saved_per_token(load)
-        * (_ACTIVATION_PASSES + 2 * bool(load.checkpointing))
+    selective = load.checkpointing == "selective"
+    repeated = 0.0 if not load.checkpointing else 1.0 if selective else 1 / int(load.checkpointing)
+    recomputed = 0.0 if selective else repeated
+    seconds = _product_seconds(
+        shape,
+        machine,
+        tokens,
+        load.line,
+        linear=(2 if load.lora else 3) + recomputed,
+        attention=1 + _ATTENTION_BACKWARD + recomputed,
+        bf16=load.bf16,
     )
-    traffic += rows * shape.vocabulary * _LOGIT_BYTES
+    head = 2 * rows * shape.table_weights * (3 if load.trains_head else 2)
+    seconds += head / machine.products(bf16=load.bf16)
+    forward, backward = _layer_bytes(shape, load.itemsize)
+    traffic = tokens * shape.layers * ((1 + repeated) * forward + backward)
+    traffic += rows * shape.vocabulary * _LOGIT_BYTES[load.cuda]
     traffic += updates * _OPTIMIZER_BYTES * load.trained / load.shards
     # Copies of the weights in the compute dtype, and gradients added to earlier gradients.
-    traffic += micro_batches * (FLOAT32 + BFLOAT16 + 3 * FLOAT32) * load.trained
-    return flops / machine.products(bf16=load.bf16) + traffic / machine.traffic
+    copies = (FLOAT32 + BFLOAT16) * load.bf16
+    traffic += micro_batches * (copies + 3 * FLOAT32) * load.trained
+    return seconds + traffic / machine.traffic
 
 
-def sampling_seconds(
-    shape: ModelShape,
-    machine: GpuFigures,
-    answers: int,
-    line: int,
-    new_tokens: int,
-    itemsize: int,
-    group: int = 1,
-) -> float:
-    """Return the seconds of an engine of `group` GPUs for `answers` answers of `new_tokens` tokens.
+@dataclass(frozen=True)
+class Sampling:
+    """What one engine samples in a step.
 
-    Each decoding step reads all weights, and the keys and values of the answers in progress, which
-    are as many as the memory of the group holds.
+    - shape: sizes of the student.
+    - answers: number of answers.
+    - line: tokens of an answer with its prompt, of which the last `new_tokens` are sampled.
+    - itemsize: bytes of a number.
+    - draws: ids per token from the tail.
+    - batch: answers in progress at a time.
+    - group: GPUs of the engine.
+    - vllm: whether vLLM samples, with CUDA graphs and a paged cache, or transformers.
     """
-    weights = itemsize * (shape.layers * shape.linear_weights + shape.table_weights)
-    cache = 2 * itemsize * shape.keys * shape.layers * line  # of one answer at its end
-    free = max(cache, group * USABLE * machine.size * GIB - itemsize * shape.weights)
-    at_once = min(answers, max(1, int(free // cache)))
-    mean_cache = cache * (line - new_tokens / 2) / line
-    rounds = answers / at_once
+
+    shape: ModelShape
+    answers: int
+    line: int
+    new_tokens: int
+    itemsize: int
+    draws: int
+    batch: int
+    group: int = 1
+    vllm: bool = False
+
+    @property
+    def rounds(self) -> int:
+        """Number of batches, one after the other."""
+        return math.ceil(self.answers / self.batch)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the keys and values of an answer at its end."""
+        return 2 * self.itemsize * self.shape.keys * self.shape.layers * self.line
+
+    def count_at_once(self, machine: MachineFigures, group: int) -> int:
+        """Return the answers of which vLLM holds the keys and values at a time, in `group` GPUs."""
+        free = group * USABLE * machine.size * GIB - self.itemsize * self.shape.weights
+        return min(_VLLM_SEQUENCES, max(1, int(free // self.cache_bytes)))
+
+
+def sampling_seconds(sampling: Sampling, machine: MachineFigures) -> float:
+    """Return the seconds in which an engine samples all answers.
+
+    Each decoding step reads all weights, and the keys and values of the answers in progress.
+    transformers copies these keys and values in each step; the operating system of a CPU clears the
+    pages of the copy.
+    """
+    shape, itemsize, group = sampling.shape, sampling.itemsize, sampling.group
+    at_once = sampling.answers / sampling.rounds
+    weights = shape.layers * shape.linear_weights + shape.table_weights
+    mean_cache = sampling.cache_bytes * (1 - sampling.new_tokens / 2 / sampling.line)
+    passes = 1 if sampling.vllm else 3 if machine.overlaps else 5
+    read = itemsize * weights + at_once * mean_cache * passes
     bf16 = itemsize == BFLOAT16
-    flops = 2 * at_once * (shape.layers * shape.linear_weights + shape.table_weights)
-    read = (weights + at_once * mean_cache) / machine.traffic
-    # The records of a token (head ids, draws) read its logits a few times.
-    records = 6 * FLOAT32 * at_once * shape.vocabulary / machine.traffic
-    token = (max(read, flops / machine.products(bf16=bf16)) + records) / group + machine.launch
-    prompt = answers * (line - new_tokens)
-    prefill = forward_seconds(shape, machine, prompt, line, 0, bf16=bf16) / group
-    return prefill + rounds * new_tokens * token
+    products = 2 * at_once * weights / machine.products(bf16=bf16)
+    launches = machine.engine_launch
+    if not sampling.vllm:
+        launches = shape.layers * machine.layer_launch + machine.token_launch
+    records = at_once * (_RECORD_BYTES * shape.vocabulary + _DRAW_BYTES * sampling.draws)
+    token = machine.together(read / machine.reads / group, products / group, launches)
+    token += records / machine.traffic / group
+    prompts = sampling.answers * (sampling.line - sampling.new_tokens)
+    prefill = forward_seconds(shape, machine, prompts, sampling.line, 0, bf16=bf16) / group
+    return prefill + sampling.rounds * sampling.new_tokens * token
 
 
 def best_split(
-    job: AnyTraining, shape: ModelShape, machine: GpuFigures, longest: int | None
+    job: AnyTraining, shape: ModelShape, machine: MachineFigures, longest: int | None
 ) -> tuple[Split, StepTime] | None:
     """Return the split of the job's GPUs with the fastest step that fits, and its time.
 
