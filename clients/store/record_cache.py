@@ -5,6 +5,7 @@ version of the data.
                                            facts.json      number of records; written last
                                            checks-*.json   results of checks, by their settings
                                            states-*.u8     which records are left out; see `States`
+                                           order-*         the order of an epoch, of the trainer
 
 KEY is the sha256 of the fingerprint of the content, the columns and a version. The first process
 that needs a missing file creates it; other processes wait for the lock. Every record has a
@@ -405,9 +406,9 @@ def write_check(records: CachedRecords, key: str, result: Mapping[str, int]) -> 
 class States:
     """The state of each record of a data set: used, left out, or not known yet.
 
-    The states are bytes in memory, one per record, and in a file that later attempts read. Any
-    other byte than the two codes means that the state is not known, so states in a damaged file are
-    computed again.
+    The states are bytes of a mapped file, one per record, which later attempts and other processes
+    read. Without a file that can be written, they are in memory. Any other byte than the two codes
+    means that the state is not known, so states in a damaged file are computed again.
     """
 
     USED, LEFT_OUT = 0xA5, 0x5A
@@ -418,13 +419,14 @@ class States:
         """
         self.values: NDArray[np.uint8] = np.zeros(len(records), np.uint8)
         self._descriptor: int | None = None
-        if records.directory is None or not key:
+        if records.directory is None or not key or not len(records):
             return
         with suppress(OSError):
             path = records.directory / f"states-{key}.u8"
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            stored = np.fromfile(path, np.uint8, len(self.values))
-            self.values[: len(stored)] = stored
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            os.ftruncate(descriptor, len(records))
+            self.values = np.memmap(path, np.uint8, "r", shape=len(records))
+            self._descriptor = descriptor
 
     def is_known(self, index: int) -> bool:
         """Return whether the state of a record is known."""
@@ -435,10 +437,13 @@ class States:
         value = self.USED if used else self.LEFT_OUT
         if self.values[index] == value:
             return
-        self.values[index] = value
         if self._descriptor is not None:
-            with suppress(OSError):  # a full disk costs the next attempt time
+            try:
                 write_at(self._descriptor, bytes([value]), index)
+                return
+            except OSError:  # a full disk: this process keeps the states in memory
+                self.values, self._descriptor = np.array(self.values), None
+        self.values[index] = value
 
 
 def cached_sizes() -> dict[str, int]:

@@ -1,14 +1,19 @@
-"""The order of prompts, and their division among data sets by shares: pure functions."""
+"""The order of prompts, and their division among data sets by shares."""
 
 from __future__ import annotations
 
 import heapq
 import math
+import os
+import uuid
+import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +21,10 @@ from numpy.typing import NDArray
 
 # Indices of records or stored sequences.
 Indices: TypeAlias = NDArray[np.signedinteger[Any]]
+
+_MIN_MAPPED = 1 << 18  # a permutation of 1 MiB
+_CHECKSUM_BYTES = 4
+_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -36,17 +45,82 @@ class EpochOrder:
 
 
 @lru_cache(maxsize=2)
-def permutation(size: int, seed: int, epoch: int) -> Indices:
+def permutation(size: int, seed: int, epoch: int, directory: Path | None = None) -> Indices:
     """Return a permutation of range(size), the same on every machine: int32 if that suffices.
 
     Training uses the epochs from 0 on. Negative epochs are other permutations of the same seed, for
     selections that must not follow the training order: the held-out data are the first indices of
     epoch -1, and the records that are checked before training those of epoch -2. The result is
     cached: do not modify it.
+
+    directory: a large permutation is mapped from a file there, which all processes share. Without
+    a directory that can be written, the permutation is in memory.
     """
+    if directory is not None and size >= _MIN_MAPPED:
+        with suppress(OSError):
+            return _map_permutation(size, seed, epoch, directory)
+    return _draw(np.empty(size, _index_type(size)), seed, epoch)
+
+
+def _index_type(size: int) -> type[np.signedinteger[Any]]:
+    return np.int32 if size < 2**31 else np.int64
+
+
+def _draw(order: Indices, seed: int, epoch: int) -> Indices:
+    """Fill `order` with the permutation of an epoch. The type of `order` does not change it."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch + 1)
-    order = torch.randperm(size, generator=generator).numpy()
-    return order.astype(np.int32 if size < 2**31 else np.int64)
+    torch.randperm(len(order), generator=generator, out=torch.from_numpy(order))
+    return order
+
+
+def _map_permutation(size: int, seed: int, epoch: int, directory: Path) -> Indices:
+    """Map the file of a permutation; write the file first if it is missing or damaged.
+
+    Processes may write the file at the same time, with the same content. The file of the epoch
+    before is deleted. Raises OSError.
+    """
+    path = directory / f"order-{size}-{seed}-{epoch}"
+    order = _open_order(path, size)
+    if order is not None:
+        return order
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with partial.open("x+b") as file:
+            size_bytes = size * np.dtype(_index_type(size)).itemsize
+            # A write to a mapped page without space on the disk would end the process.
+            os.posix_fallocate(file.fileno(), 0, size_bytes + _CHECKSUM_BYTES)
+            _draw(np.memmap(file, _index_type(size), "r+", shape=size), seed, epoch)
+            checksum = _checksum(file, size_bytes)
+            file.seek(size_bytes)
+            file.write(checksum)
+        order = _open_order(path, size)  # of a faster process
+        if order is None:
+            partial.replace(path)
+            order = np.memmap(path, _index_type(size), "r", shape=size)
+    finally:
+        partial.unlink(missing_ok=True)
+    if epoch > 0:
+        (directory / f"order-{size}-{seed}-{epoch - 1}").unlink(missing_ok=True)
+    return order
+
+
+def _open_order(path: Path, size: int) -> Indices | None:
+    """Map the file of a permutation; None if the file is missing or damaged. Raises OSError."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        size_bytes = size * np.dtype(_index_type(size)).itemsize
+        checksum = _checksum(file, size_bytes)
+        if file.read() == checksum:  # the rest of the file
+            return np.memmap(file, _index_type(size), "r", shape=size)
+    return None
+
+
+def _checksum(file: BinaryIO, size: int) -> bytes:
+    """Return the checksum of the first `size` bytes of a file. Reads the file to there."""
+    file.seek(0)
+    checksum = 0
+    for start in range(0, size, _READ_BYTES):
+        checksum = zlib.crc32(file.read(min(_READ_BYTES, size - start)), checksum)
+    return checksum.to_bytes(_CHECKSUM_BYTES, "little")
 
 
 def count_per_set(shares: Sequence[Fraction], total: int) -> list[int]:

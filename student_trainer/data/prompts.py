@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import count as count_up
 from itertools import islice
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -42,6 +43,7 @@ from student_trainer.data.records import PromptRecord, RecordReader
 log = logging.getLogger(__name__)
 
 _MAX_SKIP = 4096  # items that a step skips one by one
+_CHUNK_ROWS = 1 << 16  # rows whose states are read at once
 
 Item = TypeVar("Item")
 
@@ -241,10 +243,11 @@ class PromptSet(Generic[Item]):
     records that were tokenized before are skipped, so any step takes the same time.
     """
 
-    def __init__(self, table: RecordTable[Item], rows: Indices, seed: int) -> None:
-        """`rows`: the row numbers of `table` that belong to the set."""
+    def __init__(self, table: RecordTable[Item], rows: Indices | None, seed: int) -> None:
+        """`rows`: the row numbers of `table` that belong to the set; None: all."""
         self._table = table
         self._rows = rows
+        self._size = len(table) if rows is None else len(rows)
         self._seed = seed
         self.epoch_size = 0
         self._next_number = 0
@@ -252,8 +255,19 @@ class PromptSet(Generic[Item]):
 
     def has_items(self) -> bool:
         """Return whether any record has an item. Without an item, do not use the set."""
-        order = permutation(len(self._rows), self._seed, 0)
-        return any(self._table.is_used(int(self._rows[index])) for index in order)
+        return any(self._table.is_used(self._row(index)) for index in self._order(0))
+
+    def _order(self, epoch: int) -> Indices:
+        """Return the order of an epoch, as indices of rows of the set."""
+        return permutation(self._size, self._seed, epoch, self._table.directory)
+
+    def _row(self, index: int) -> int:
+        """Return the row of the table with an index (from 0) in the set."""
+        return int(index if self._rows is None else self._rows[index])
+
+    def _states(self, indices: Indices) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return whether the rows with these indices are used, and whether this is known."""
+        return self._table.states_of(indices if self._rows is None else self._rows[indices])
 
     def of_step(self, step: int, count: int) -> list[Item]:
         """Return the `count` items of `step` (from 1), independent of earlier calls.
@@ -279,42 +293,57 @@ class PromptSet(Generic[Item]):
 
     def _iterate_from(self, first: int) -> Iterator[int]:
         """Yield the rows of all epochs from item `first` on; the set must not be empty."""
-        is_used, is_known = self._table.states_of(self._rows)
         epoch = 0
-        if is_known.all():
-            epoch, first = divmod(first, int(is_used.sum()))
+        if first and (used_count := self._count_used()):
+            epoch, first = divmod(first, used_count)
         for later_epoch in count_up(epoch):
-            order = self._rows[permutation(len(self._rows), self._seed, later_epoch)]
+            order = self._order(later_epoch)
             position = 0
             if first:
                 position, passed = self._skip_known(order, first)
                 first -= passed
-            for row in order[position:]:
-                if not self._table.is_used(int(row)):
+            for index in range(position, self._size):
+                row = self._row(order[index])
+                if not self._table.is_used(row):
                     continue
                 if first:
                     first -= 1
                 else:
-                    yield int(row)
+                    yield row
+
+    def _count_used(self) -> int:
+        """Return the number of rows with an item; 0 if it is not known."""
+        count = 0
+        for start in range(0, self._size, _CHUNK_ROWS):
+            is_used, is_known = self._states(np.arange(start, min(start + _CHUNK_ROWS, self._size)))
+            if not is_known.all():
+                return 0
+            count += int(is_used.sum())
+        return count
 
     def _skip_known(self, order: Indices, first: int) -> tuple[int, int]:
         """Return how many rows of an epoch to skip, and how many of them have an item.
 
         The skipped rows have at most `first` items. Only rows with a known state are skipped.
         """
-        is_used, is_known = self._table.states_of(order)
-        known_count = len(order) if is_known.all() else int(is_known.argmin())
-        used_counts = np.cumsum(is_used[:known_count])
-        position = int(np.searchsorted(used_counts, first, side="left")) + 1
-        position = min(position, known_count)
-        passed = int(used_counts[position - 1]) if position else 0
-        if passed < first and known_count < len(order):
-            log.info(
-                "tokenizing %s records of earlier steps, because it is not known here which of them"
-                " are left out",
-                f"{min(first - passed, len(order) - known_count):,}",
-            )
-        return position, passed
+        passed = 0
+        for start in range(0, self._size, _CHUNK_ROWS):
+            is_used, is_known = self._states(order[start : start + _CHUNK_ROWS])
+            known_count = len(is_known) if is_known.all() else int(is_known.argmin())
+            used_counts = passed + np.cumsum(is_used[:known_count])
+            position = int(np.searchsorted(used_counts, first, side="left"))
+            if position < known_count:
+                return start + position + 1, first
+            passed = int(used_counts[-1]) if known_count else passed
+            if known_count < len(is_known):
+                position = start + known_count
+                log.info(
+                    "tokenizing %s records of earlier steps, because it is not known here which of"
+                    " them are left out",
+                    f"{min(first - passed, self._size - position):,}",
+                )
+                return position, passed
+        return self._size, passed
 
 
 class MixedSets(Generic[Item]):
@@ -395,13 +424,16 @@ def data_sets(reader: RecordReader) -> list[tuple[RecordReader, DataSet]]:
     return sets
 
 
-def surveyed_rows(data: DataConfig, count: int, seed: int) -> list[int]:
+def surveyed_rows(
+    data: DataConfig, count: int, seed: int, directory: Path | None = None
+) -> list[int]:
     """Return the rows (from 0) of a data set of `count` rows that decide whether it can be used.
 
-    The preview counts the same rows: all rows, or a sample of SURVEY rows in their order.
+    The preview counts the same rows: all rows, or a sample of SURVEY rows in their order. For
+    `directory`, see `permutation`.
     """
     limit = SURVEY_WITH_IMAGES if data.image_column else SURVEY
-    return sorted(permutation(count, seed, -2)[:limit].tolist())
+    return sorted(permutation(count, seed, -2, directory)[:limit].tolist())
 
 
 def epoch_size(data: DataConfig, used: int, held_out: int) -> int:
@@ -432,12 +464,8 @@ def load_items(
     }
     field = "data.eval_path" if data.eval_path else "data.path"
     candidates = tables[field]
-    rows_of: dict[str, Indices] = {
-        name: np.arange(len(table), dtype=np.int32)
-        for name, table in tables.items()
-        if name != field
-    }
-    order = permutation(len(candidates), seed, -1)
+    rows_of: dict[str, Indices | None] = dict.fromkeys(name for name in tables if name != field)
+    order = permutation(len(candidates), seed, -1, candidates.directory)
     held_out_items: list[Item] = []
     encoded_count = 0
     while encoded_count < len(order) and len(held_out_items) < held_out:
@@ -469,7 +497,7 @@ def _open_table(
 ) -> RecordTable[Item]:
     """Return the checked records of a data set. Raises InvalidInput as `load_items` does."""
     table = RecordTable(data_set, reader, encoder, seed)
-    rows = surveyed_rows(reader.data, len(table), seed)
+    rows = surveyed_rows(reader.data, len(table), seed, table.directory)
     reasons = table.check(rows)
     if reasons.total() == len(table):
         raise table.no_items_error()

@@ -102,9 +102,9 @@ def estimate_used(records: int, surveyed: int, left_out: int) -> int:
 
 
 class RecordTable(Generic[Item]):
-    """The records of a data set, by row (from 0). The memory does not grow with their number,
-    except for one byte each.
+    """The records of a data set, by row (from 0). The memory does not grow with their number.
 
+    directory: of the cached records; None without a cache.
     used_count: the number of records with an item, after `check`; see `estimate_used`.
     """
 
@@ -120,6 +120,7 @@ class RecordTable(Generic[Item]):
         self._records = open_records(data_set, reader.columns)
         self._key = self._settings_key()
         self._states = States(self._records, self._key)
+        self.directory = self._records.directory
         self._items: OrderedDict[int, tuple[Item | None, str]] = OrderedDict()
         self.used_count = 0
 

@@ -1,12 +1,20 @@
-"""Division of prompts among data sets, compared with the definition of Webster's method."""
+"""Orders in files, and the division of prompts compared with the definition of Webster's method."""
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Iterator
 from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from student_trainer.data.order import assign_sets, count_per_set
+from student_trainer.data import order
+from student_trainer.data.order import assign_sets, count_per_set, permutation
 
 SHARES = [
     ["1/2", "1/2"],
@@ -43,3 +51,58 @@ def test_shares(share_texts: list[str]) -> None:
 def test_a_late_step_costs_no_more() -> None:
     shares = [Fraction("0.7"), Fraction("0.3")]
     assert count_per_set(shares, 10**12) == [7 * 10**11, 3 * 10**11]
+
+
+def draw(size: int, seed: int, epoch: int) -> list[int]:
+    """Return the permutation as jobs have always drawn it, so that old checkpoints resume."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch + 1)
+    indices: list[int] = torch.randperm(size, generator=generator).tolist()
+    return indices
+
+
+@pytest.fixture
+def small_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Map permutations of every size, and forget those of other tests."""
+    monkeypatch.setattr(order, "_MIN_MAPPED", 1)
+    permutation.cache_clear()
+    yield
+    permutation.cache_clear()
+
+
+def test_a_permutation_in_a_file_is_that_in_memory(small_files: None, tmp_path: Path) -> None:
+    for size, seed, epoch in ((1, 0, 0), (300, 7, -1), (300, 7, 0), (70_000, 1, 3)):
+        expected = draw(size, seed, epoch)
+        assert permutation(size, seed, epoch).tolist() == expected
+        for _ in range(2):
+            permutation.cache_clear()
+            mapped = permutation(size, seed, epoch, tmp_path)
+            assert (type(mapped), mapped.tolist()) == (np.memmap, expected)
+    permutation(300, 7, 1, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("order-1-0-0", "order-300-7--1", "order-300-7-1", "order-70000-1-3")
+    }, "only one epoch is kept, and the held-out records"
+
+
+def test_no_damage_gives_another_order(small_files: None, tmp_path: Path) -> None:
+    expected = draw(50, 0, 0)
+    permutation(50, 0, 0, tmp_path)
+    [path] = tmp_path.iterdir()
+    content = path.read_bytes()
+    flipped = [content[:n] + bytes([content[n] ^ 4]) + content[n + 1 :] for n in range(204)]
+    for damaged in (*flipped, b"", content[:100], content + b"\0", bytes(204)):
+        path.write_bytes(damaged)
+        permutation.cache_clear()
+        assert permutation(50, 0, 0, tmp_path).tolist() == expected
+        assert path.read_bytes() == content
+
+
+def test_an_order_without_room_on_the_disk_is_in_memory(
+    small_files: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    assert permutation(50, 0, 0, tmp_path).tolist() == draw(50, 0, 0)
+    assert not list(tmp_path.iterdir())
+    assert permutation(50, 0, 1, tmp_path / "deleted").tolist() == draw(50, 0, 1)

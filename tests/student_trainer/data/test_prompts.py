@@ -156,9 +156,9 @@ def test_skipped_steps_do_not_restart_an_epoch(
     expected = [keys(one_by_one.of_step(step, 3)) for step in range(1, 41)]
     epochs: list[int] = []
 
-    def record_epoch(size: int, seed: int, epoch: int) -> Any:
+    def record_epoch(size: int, seed: int, epoch: int, directory: Path | None) -> Any:
         epochs.append(epoch)
-        return permutation(size, seed, epoch)
+        return permutation(size, seed, epoch, directory)
 
     chosen, _ = load(data, words, max_tokens=max_tokens)
     monkeypatch.setattr(prompts, "permutation", record_epoch)
