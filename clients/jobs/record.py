@@ -13,7 +13,7 @@ from typing import Any
 from clients.data.preview import Preview, parse_preview
 from clients.jobs.job import Job, JobEvent, JobState
 from clients.runs.directory import RunDirectory, Status
-from clients.runs.metrics_file import Point, read_points
+from clients.runs.metrics_file import Point, read_curves
 from protos.errors import NotFound
 
 STATES = {
@@ -77,13 +77,14 @@ def points_of(events: Iterable[JobEvent]) -> list[Point]:
 def record_of_run(path: Path | str) -> JobRecord:
     """Read the record of a run directory; its program may be running.
 
-    The times and `last_seq` of the job are 0: only a server has them. Raises NotFound if `path` is
+    A long run has the points of `read_curves`. The times and `last_seq` of the job are 0: only a
+    server has them. Raises NotFound if `path` is
     not a run directory, and WrongState if another version wrote it.
     """
     run = RunDirectory(path)
     config = run.config()
     status = run.read_status() or Status(attempt=1, verdict="running", phase="starting")
-    points = read_points(run.metrics)
+    points = read_curves(run.metrics)
     job = Job(
         id=run.path.resolve().name,
         name=config.name,

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable
 
 from clients.runs.directory import RunDirectory
-from clients.runs.metrics_file import Point, read_points
+from clients.runs.metrics_file import Point, read_evaluations
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def warn_of_chance(run: RunDirectory) -> None:
     """Log a warning if the best checkpoint of a run is not significantly better than the first
     evaluation.
     """
-    points = read_points(run.metrics)
+    points = list(read_evaluations(run.metrics))
     best = best_step(points, run.checkpoint_steps())
     if best is not None and (sentence := unproven_gain(points, best)):
         log.warning("%s", sentence)

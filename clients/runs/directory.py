@@ -26,7 +26,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -269,15 +269,15 @@ def _try_lock(file: IO[str], path: Path) -> bool:
     return True
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Write `path` atomically and durably.
+def replace_file(path: Path, text: str | Iterable[str]) -> None:
+    """Write `path` atomically and durably. `text`: the content, or its parts.
 
     After a crash or power cut, the file has either the old or the new content.
     """
     # Threads of one server may write the same file at the same time.
     partial = path.with_name(f".{path.name}.{threading.get_native_id()}.tmp")
     with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
+        file.writelines([text] if isinstance(text, str) else text)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)

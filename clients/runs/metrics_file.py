@@ -7,7 +7,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,7 +33,9 @@ class Tracker(Protocol):
 class MetricsLog:
     """Appends one line per step to metrics.jsonl, and passes the values to trackers.
 
-    The constructor and `write` raise WrongState if a newer attempt has replaced this one.
+    evaluations: the steps with an evaluation, those of earlier attempts too. last: the last step;
+    None in an empty file. Both without reading the file again. The constructor and `write` raise
+    WrongState if a newer attempt has replaced this one.
     """
 
     def __init__(
@@ -50,8 +53,10 @@ class MetricsLog:
         require_unfenced()
         self._attempt = attempt
         self._path = run.metrics
-        lines = _read_lines_up_to(run, last_step)
-        replace_file(self._path, "".join(lines))
+        self.evaluations = list[Point]()
+        self._last_line = b""
+        replace_file(self._path, self._lines_up_to(last_step))
+        self.last = _point_of(self._last_line) if self._last_line else None
         self._file = self._path.open("a", encoding="utf-8")
         self._trackers = trackers
 
@@ -64,9 +69,27 @@ class MetricsLog:
         record = {"attempt": self._attempt, "step": step, **finite}
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
+        self.last = Point(step, finite)
+        if any(name.startswith(_EVALUATION) for name in finite):
+            self.evaluations.append(self.last)
         for tracker in self._trackers:
             tracker.log(step, finite)
         return finite
+
+    def _lines_up_to(self, last_step: int | None) -> Iterator[str]:
+        """Yield the lines of the file to keep, and note their evaluations."""
+        if last_step is None:
+            return
+        for line in _lines_of(self._path):
+            # A killed process may have left an incomplete last line.
+            step = _step_of(line) if line.endswith(b"\n") else None
+            if step is None:
+                log.warning("metrics.jsonl: removed a damaged line")
+            elif step <= last_step:
+                if _EVALUATION_BYTES in line and (point := _point_of(line)):
+                    self.evaluations.append(point)
+                self._last_line = line
+                yield line.decode("utf-8")
 
     def sync(self) -> None:
         """Flush metrics.jsonl to disk.
@@ -83,29 +106,12 @@ class MetricsLog:
             tracker.close()
 
 
-def _read_lines_up_to(run: RunDirectory, last_step: int | None) -> list[str]:
-    if last_step is None or not run.metrics.exists():
-        return []
-    lines = []
-    for line in run.metrics.read_text(encoding="utf-8").splitlines(keepends=True):
-        # A killed process may have left an incomplete last line.
-        step = _step_of(line) if line.endswith("\n") else None
-        if step is None:
-            log.warning("metrics.jsonl: removed a damaged line")
-        elif step <= last_step:
-            lines.append(line)
-    return lines
-
-
-def _step_of(line: str) -> int | None:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-log = logging.getLogger(__name__)
-
+# The start of the names of held-out metrics, and its form in a line.
+_EVALUATION = "eval/"
+_EVALUATION_BYTES = b'"eval/'
+# A line as `MetricsLog` writes it.
+_STEP = re.compile(rb'\{"attempt": \d+, "step": (\d+)[,}]')
+_MAX_CURVE_STEPS = 10_000
 # Most bytes per read, so that a restarted server reads the history of a long run in pieces.
 _READ_BYTES = 1 << 20
 
@@ -173,14 +179,59 @@ class MetricsTail:
         return complete_lines.splitlines()
 
 
-def read_points(path: Path) -> list[Point]:
-    """Return every complete step in the file, of all attempts; empty if there is no file."""
+def read_points(path: Path) -> Iterator[Point]:
+    """Yield every complete step in the file, of all attempts; nothing if there is no file."""
+    return (point for line in _lines_of(path) if (point := _point_of(line)) is not None)
+
+
+def read_evaluations(path: Path) -> Iterator[Point]:
+    """Yield the steps with an evaluation. Other lines are not parsed."""
+    lines = (line for line in _lines_of(path) if _EVALUATION_BYTES in line)
+    return (point for line in lines if (point := _point_of(line)) is not None)
+
+
+def read_curves(path: Path, most: int = _MAX_CURVE_STEPS) -> list[Point]:
+    """Return the steps of the file for curves: all steps, or those of a long run.
+
+    These are the last step, all steps with an evaluation, and at most `most` other steps, which are
+    multiples of a power of two. Memory and time for parsing do not grow with the other steps.
+    """
+    steps, evaluations = dict[int, bytes](), dict[int, bytes]()
+    interval, last = 1, (0, b"")
+    for line in _lines_of(path):
+        step = _step_of(line)
+        if step is None:
+            continue
+        last = step, line
+        if _EVALUATION_BYTES in line:
+            evaluations[step] = line
+        elif step % interval == 0:
+            steps[step] = line
+        if len(steps) > most:
+            interval *= 2
+            steps = {step: line for step, line in steps.items() if step % interval == 0}
+    lines = dict(sorted({**steps, **evaluations, last[0]: last[1]}.items()))
+    return [point for line in lines.values() if (point := _point_of(line)) is not None]
+
+
+def _lines_of(path: Path) -> Iterator[bytes]:
+    """Yield the lines of the file with their ends; nothing if there is no file."""
     try:
-        with open_regular(path) as file:
-            lines = file.read().splitlines()
+        file = open_regular(path)
     except FileNotFoundError:
-        return []
-    return [point for line in lines if (point := _point_of(line)) is not None]
+        return
+    with file:
+        yield from file
+
+
+def _step_of(line: bytes) -> int | None:
+    """Return the step of a line; None for an invalid line."""
+    if (match := _STEP.match(line)) and line.rstrip().endswith(b"}"):
+        return int(match[1])
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
 
 
 def _point_of(line: bytes, attempt: int | None = None) -> Point | None:

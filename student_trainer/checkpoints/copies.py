@@ -39,7 +39,7 @@ from clients.preflight.limits import LIMITS_FILE, NO_LIMITS, Limits, read_limits
 from clients.runs.best_step import best_step
 from clients.runs.directory import RunDirectory, replace_file
 from clients.runs.identity import first_difference
-from clients.runs.metrics_file import read_points
+from clients.runs.metrics_file import read_evaluations
 from clients.runs.progress import Cancelled, Progress
 from clients.store.objects import ObjectFolder
 from protos.errors import (
@@ -273,7 +273,7 @@ class RunCopies:
             for local_step in self._run.checkpoint_steps()
             if local_step not in self._damaged
         ]
-        best = best_step(read_points(self._run.metrics), steps)
+        best = best_step(read_evaluations(self._run.metrics), steps)
         for step in dict.fromkeys((*steps[-1:], *([] if best is None else [best]))):
             if step not in self._copied:
                 self._copy_checkpoint(step)
@@ -345,7 +345,7 @@ class RunCopies:
     def _delete_old(self) -> None:
         """Delete all copies except the newest ones and the best one, as in the run directory."""
         remote_steps = self._complete_steps()
-        best_remote_step = best_step(read_points(self._run.metrics), remote_steps)
+        best_remote_step = best_step(read_evaluations(self._run.metrics), remote_steps)
         for step in self._all_steps():
             if step not in (*remote_steps[-self._config.checkpoint.keep :], best_remote_step):
                 self._delete(step)

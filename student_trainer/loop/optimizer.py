@@ -79,23 +79,24 @@ def schedule_warning(train: TrainConfig, max_steps: int) -> str:
     )
 
 
-def warn_of_schedule(train: TrainConfig, max_steps: int, history: Sequence[Point]) -> None:
+def warn_of_schedule(train: TrainConfig, max_steps: int, last: Point | None) -> None:
     """Log a warning if the run ends within its warm-up, or if a resumed run has another schedule.
 
-    `history`: the metrics before this attempt. If `max_steps` or a key of `train` has changed, the
-    learning rate of the last step in `history` differs from the learning rate in the current
-    schedule.
+    `last`: the last step before this attempt. If `max_steps` or a key of `train` has changed, its
+    learning rate differs from that of the current schedule.
     """
     if warning := schedule_warning(train, max_steps):
         log.warning("%s", warning)
-    rates = {point.step: point.metrics["lr"] for point in history if "lr" in point.metrics}
-    if not rates or (step := max(rates)) >= max_steps:
+    if last is None or "lr" not in last.metrics or last.step >= max_steps:
         return
-    if not math.isclose(rates[step], learning_rate(train, step, max_steps), rel_tol=1e-6):
+    if not math.isclose(
+        last.metrics["lr"], learning_rate(train, last.step, max_steps), rel_tol=1e-6
+    ):
         log.warning(
             "the schedule has changed: the learning rate of step %d is %.3g, that of step %d was"
             " %.3g",
-            *(step + 1, learning_rate(train, step + 1, max_steps), step, rates[step]),
+            *(last.step + 1, learning_rate(train, last.step + 1, max_steps)),
+            *(last.step, last.metrics["lr"]),
         )
 
 

@@ -126,7 +126,7 @@ class Trainer:
     def _train(self) -> Verdict:
         config = self.config
         if self.metrics is not None:
-            warn_of_schedule(config.train, config.max_steps, read_points(self.run.metrics))
+            warn_of_schedule(config.train, config.max_steps, self.metrics.last)
         if self.step == 0:
             metrics = self._evaluate()
             _require_finite(metrics)
@@ -160,13 +160,13 @@ class Trainer:
 
     def _require_an_update(self) -> None:
         """Collective. Raise Corrupt if every update of the run was skipped."""
-        points = read_points(self.run.metrics) if self.metrics is not None else []
-        skipped = [
+        points = read_points(self.run.metrics) if self.metrics is not None else iter(())
+        skipped = (
             point.metrics["grad_norm/skipped"]
             for point in points
             if "grad_norm/skipped" in point.metrics
-        ]
-        is_unchanged = bool(skipped) and min(skipped) == 1
+        )
+        is_unchanged = next(skipped, 0) == 1 and all(share == 1 for share in skipped)
         if max_over_ranks(self.accelerator, int(is_unchanged)):
             raise Corrupt(
                 "every update of the run was skipped, so nothing was learned",
@@ -180,8 +180,9 @@ class Trainer:
 
     def _is_unlogged(self) -> bool:
         """Collective. Return whether metrics.jsonl lacks the line of the last finished step."""
-        logged_steps = (point.step for point in read_points(self.run.metrics))
-        is_unlogged = self.metrics is not None and self.step not in logged_steps
+        is_unlogged = self.metrics is not None and (
+            self.metrics.last is None or self.metrics.last.step != self.step
+        )
         return bool(max_over_ranks(self.accelerator, int(is_unlogged)))
 
     def _evaluate_and_log(self, metrics: Mapping[str, float]) -> None:
@@ -307,8 +308,8 @@ class Trainer:
 
     def _delete_old(self) -> None:
         """In the main process, delete all checkpoints except the newest and the best."""
-        if self.accelerator.is_main_process:
-            best = best_step(read_points(self.run.metrics), self.run.checkpoint_steps())
+        if self.metrics is not None:
+            best = best_step(self.metrics.evaluations, self.run.checkpoint_steps())
             delete_old(self.run.checkpoints, self.config.checkpoint.keep, best=best)
             self.copies.begin()
 

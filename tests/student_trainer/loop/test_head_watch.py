@@ -67,7 +67,7 @@ def test_the_trainer_knows_what_its_run_began_with(material: tiny.Material, tmp_
         progress = Progress(run, attempt=attempt, max_steps=2, main=True, terminated=lambda: False)
         with make_rewards(config.reward) as rewards:
             trainer = assemble(config, run, {}, progress, attempt, from_step, rewards)
-            points_before = read_points(run.metrics)
+            points_before = list(read_points(run.metrics))
             assert trainer.train() == "succeeded"
     assert [point.step for point in points_before] == [0, 1]
     (watch,) = (head_watch for head_watch in trainer.watches if isinstance(head_watch, HeadWatch))

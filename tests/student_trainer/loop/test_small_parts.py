@@ -50,9 +50,9 @@ def test_schedules_never_leave_their_range(schedule: str, warmup: int, steps: in
 
 def test_a_warm_up_that_never_ends(caplog: pytest.LogCaptureFixture) -> None:
     train = TrainConfig(learning_rate=2.0, warmup_steps=8)
-    warn_of_schedule(train, 8, [])
+    warn_of_schedule(train, 8, None)
     assert not caplog.messages
-    warn_of_schedule(train, 4, [])
+    warn_of_schedule(train, 4, None)
     assert caplog.messages == [
         "train.warmup_steps = 8 is longer than the run of 4 steps: the learning rate ends at 1,"
         " not at 2"
@@ -62,10 +62,9 @@ def test_a_warm_up_that_never_ends(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_resumed_run_with_another_schedule(caplog: pytest.LogCaptureFixture) -> None:
     """With 4 steps a linear schedule is at 0.5 in the last one; with 8 it goes on at 1."""
     train = TrainConfig(learning_rate=2.0, schedule="linear")
-    history = [Point(step, {"lr": 2 - 0.5 * (step - 1)}) for step in range(1, 5)]
     for steps in (4, 8):
-        warn_of_schedule(train, steps, history)
-    warn_of_schedule(train, 4, history[:2])
+        warn_of_schedule(train, steps, Point(4, {"lr": 0.5}))
+    warn_of_schedule(train, 4, Point(2, {"lr": 1.5}))
     assert caplog.messages == [
         "the schedule has changed: the learning rate of step 5 is 1, that of step 4 was 0.5"
     ]
