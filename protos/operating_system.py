@@ -62,6 +62,18 @@ def write_at(descriptor: int, data: bytes, offset: int) -> None:
         os.pwrite(descriptor, data, offset)
 
 
+def reserve_space(descriptor: int, size: int) -> None:
+    """Let an open file have at least `size` bytes, and on Linux the disk space for all of them.
+
+    A page of a mapped file without space on the disk would end the process. Raises OSError if the
+    disk is full.
+    """
+    if sys.platform == "linux":
+        os.posix_fallocate(descriptor, 0, size)
+    elif os.fstat(descriptor).st_size < size:
+        os.ftruncate(descriptor, size)
+
+
 if sys.platform == "win32":
     import errno
     import msvcrt

@@ -1,15 +1,18 @@
-"""Checks that the data files of a job can be read: format, first records and columns.
+"""Checks that the data files of a job can be read: format, records and columns.
 
-Only the first records of a file are read, so a check takes milliseconds for a file of any size.
-Hub ids, URLs and directories are left to the job's program.
+`check_data` reads only the first records of a file, so a check takes milliseconds for a file of any
+size. `check_all_records` reads the whole file. Hub ids, URLs and directories are left to the job's
+program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from clients.config.tables.data import Columns, DataFile
 from clients.config.tables.job import JobConfig
@@ -23,8 +26,9 @@ from clients.data.formats import (
 )
 from clients.data.images import image_file
 from clients.data.object_urls import is_object_url
+from clients.data.parquet import has_pyarrow
 from clients.data.prompt_format import PromptFormat
-from clients.data.records import images_of, weight_of
+from clients.data.records import DataSet, images_of, text_of, weight_of
 from clients.preflight.columns import fit_columns
 from clients.preflight.limits import Limits
 from protos.errors import InvalidInput
@@ -32,8 +36,13 @@ from protos.errors import InvalidInput
 # File suffixes that no hub id has: such a name is refused even if the file does not exist.
 _REFUSED_SUFFIXES = (".tsv", ".txt", ".xlsx")
 
-# The first records of a file.
+# Reading a file of this size takes minutes.
+_MAX_CHECKED_BYTES = 2 << 30
+_SECONDS_BETWEEN_REPORTS = 10.0
+
+# The first records of a file; a record with its place for messages.
 Records: TypeAlias = Sequence[Mapping[str, Any]]
+Row: TypeAlias = tuple[str, Mapping[str, Any]]
 
 
 def check_data(config: JobConfig, *, only_existing: bool = False) -> None:
@@ -58,7 +67,10 @@ def check_data_file(data_file: DataFile) -> None:
             raise unknown_format_error(path, field)
         for name in files_of(path, field):
             columns, records = read_start(name, field)
-            _check_records(replace(data_file, path=name), columns, records)
+            _check_columns(replace(data_file, path=name), columns, records)
+            if data_file.prompts is not None:
+                rows = ((f"row {row} of {name}", record) for row, record in enumerate(records, 1))
+                _check_prompts(replace(data_file, path=name), data_file.prompts, rows)
     except OSError as error:
         raise InvalidInput(
             f"cannot read {error.filename or path}: {error.strerror or error}",
@@ -67,7 +79,51 @@ def check_data_file(data_file: DataFile) -> None:
         ) from error
 
 
-def _check_records(data_file: DataFile, columns: Sequence[str], records: Records) -> None:
+def check_all_records(config: JobConfig, report: Callable[[str], None]) -> None:
+    """Raise InvalidInput if a line of a local data file or a value of a record cannot be used.
+
+    Columns must be set or fitted. Tokens are not checked. `report` gets the progress every few
+    seconds, and the files that are too large to be read.
+    """
+    for data_file in config.data_files:
+        path, prompts = data_file.path, data_file.prompts
+        if is_object_url(path) or not exists_here(path):
+            continue
+        data_set = DataSet(path, field=data_file.field)
+        if not data_set.files:
+            continue
+        size = sum(Path(name).stat().st_size for name in data_set.files)
+        lacks_pyarrow = path.endswith((".parquet", ".zst")) and not has_pyarrow()
+        if lacks_pyarrow or size > _MAX_CHECKED_BYTES:
+            reason = "needs pyarrow" if lacks_pyarrow else f"has {size / 1e9:.1f} GB"
+            report(
+                f"{data_file.field}: {path} {reason}: not all of its records are checked here; the"
+                " job checks them at its start"
+            )
+            continue
+        columns = [] if prompts is None else [*prompts.columns, data_file.answer_column]
+        if columns and data_file.weight_column is not None:
+            columns.append(data_file.weight_column)
+        rows = _report_progress(data_set.rows(columns), data_file.field, report)
+        if prompts is None:
+            deque(rows, maxlen=0)
+        else:
+            for location, record in rows:
+                _check_record(data_file, prompts, record, location)
+
+
+def _report_progress(
+    rows: Iterable[Row], field: str, report: Callable[[str], None]
+) -> Iterator[Row]:
+    reported_at = time.monotonic()
+    for number, row in enumerate(rows):
+        if time.monotonic() - reported_at > _SECONDS_BETWEEN_REPORTS:
+            reported_at = time.monotonic()
+            report(f"checking {field}: {number:,} records so far")
+        yield row
+
+
+def _check_columns(data_file: DataFile, columns: Sequence[str], records: Records) -> None:
     for key, column in _expected_columns(data_file):
         if columns and column not in columns:
             raise InvalidInput(
@@ -76,8 +132,6 @@ def _check_records(data_file: DataFile, columns: Sequence[str], records: Records
                 field=key,
                 hint=_column_hint(key, column, data_file, records),
             )
-    if data_file.prompts is not None:
-        _check_prompts(data_file, data_file.prompts, records)
 
 
 def _column_hint(key: str, column: str, data_file: DataFile, records: Records) -> str:
@@ -120,29 +174,17 @@ def _expected_columns(data_file: DataFile) -> Columns:
     return (("data.prompt_column", prompts.prompt_column), *columns)
 
 
-def _check_prompts(data_file: DataFile, prompts: PromptFormat, records: Records) -> None:
-    """Raise InvalidInput if the first records are wrong: conversations, weights, images, answers.
+def _check_prompts(data_file: DataFile, prompts: PromptFormat, rows: Iterable[Row]) -> None:
+    """Raise InvalidInput if the first records are wrong, or if no conversation has an answer.
 
-    A record without the column of a check is accepted by this function.
+    A record without a column is accepted here, because others of the first records have it.
     """
-    path, weight_column = data_file.path, data_file.weight_column
-    messages_column, learns_answers = prompts.messages_column, data_file.learns_answers
-    has_answer = False
-    for number, record in enumerate(records, 1):
-        location = f"row {number} of {path}"
-        if weight_column is not None and weight_column in record:
-            weight_of(record, weight_column, location)
-        if prompts.image_column is not None and prompts.image_column in record:
-            for image in images_of(record, prompts.image_column, location):
-                if isinstance(image, str):
-                    image_file(Path(path).parent, image, location)
-        has_answer |= not learns_answers and record.get(data_file.answer_column) is not None
-        if messages_column in record:
-            conversation = prompts.conversation(record, location)
-            has_answer |= (
-                conversation.up_to_answer() if learns_answers else conversation
-            ).is_answered
-    if messages_column is None or not records or has_answer:
+    path, learns_answers = data_file.path, data_file.learns_answers
+    are_answered = [
+        _check_record(data_file, prompts, record, location, is_complete=False)
+        for location, record in rows
+    ]
+    if prompts.messages_column is None or not are_answered or any(are_answered):
         return
     if learns_answers:
         raise InvalidInput(
@@ -157,3 +199,38 @@ def _check_prompts(data_file: DataFile, prompts: PromptFormat, records: Records)
             field="data.answer_column",
             hint="set the key to the column of the reference answers",
         )
+
+
+def _check_record(
+    data_file: DataFile,
+    prompts: PromptFormat,
+    record: Mapping[str, Any],
+    location: str,
+    *,
+    is_complete: bool = True,
+) -> bool:
+    """Raise InvalidInput if a value of a record is wrong; return whether it has an answer.
+
+    `is_complete`: refuse a record without one of the columns, and texts that are no texts.
+    """
+    column, learns_answers = data_file.answer_column, data_file.learns_answers
+
+    def is_checked(name: str | None) -> TypeGuard[str]:
+        return name is not None and (is_complete or name in record)
+
+    if is_checked(data_file.weight_column):
+        weight_of(record, data_file.weight_column, location)
+    if is_checked(prompts.image_column):
+        for image in images_of(record, prompts.image_column, location):
+            if isinstance(image, str):
+                image_file(Path(data_file.path).parent, image, location)
+    has_answer = record.get(column) is not None
+    is_conversation = prompts.messages_column is not None
+    if is_complete and (has_answer or (learns_answers and not is_conversation)):
+        text_of(record, column, "data.answer_column", location)
+    if not is_complete and not is_checked(prompts.messages_column):
+        return has_answer and not learns_answers
+    conversation = prompts.conversation(record, location)
+    if learns_answers:
+        return conversation.up_to_answer().is_answered
+    return has_answer or conversation.is_answered

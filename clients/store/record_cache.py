@@ -35,7 +35,7 @@ from clients.data.records import DataSet
 from clients.store.cache_entries import LOCK, delete_all, delete_unused, locked_entry
 from clients.store.copies import cache_directory, create_cache
 from protos.errors import Corrupt, InvalidInput
-from protos.operating_system import write_at
+from protos.operating_system import reserve_space, write_at
 
 _VERSION = 1  # of the files, and of the checks
 _FILE, _FACTS = "records.arrow", "facts.json"
@@ -424,9 +424,13 @@ class States:
         with suppress(OSError):
             path = records.directory / f"states-{key}.u8"
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            os.ftruncate(descriptor, len(records))
-            self.values = np.memmap(path, np.uint8, "r", shape=len(records))
-            self._descriptor = descriptor
+            try:
+                reserve_space(descriptor, len(records))
+                self.values = np.memmap(path, np.uint8, "r", shape=len(records))
+                self._descriptor = descriptor
+            finally:
+                if self._descriptor is None:
+                    os.close(descriptor)
 
     def is_known(self, index: int) -> bool:
         """Return whether the state of a record is known."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import os
 import uuid
 import zlib
 from collections.abc import Sequence
@@ -18,6 +17,8 @@ from typing import Any, BinaryIO, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from protos.operating_system import reserve_space
 
 # Indices of records or stored sequences.
 Indices: TypeAlias = NDArray[np.signedinteger[Any]]
@@ -87,8 +88,7 @@ def _map_permutation(size: int, seed: int, epoch: int, directory: Path) -> Indic
     try:
         with partial.open("x+b") as file:
             size_bytes = size * np.dtype(_index_type(size)).itemsize
-            # A write to a mapped page without space on the disk would end the process.
-            os.posix_fallocate(file.fileno(), 0, size_bytes + _CHECKSUM_BYTES)
+            reserve_space(file.fileno(), size_bytes + _CHECKSUM_BYTES)
             _draw(np.memmap(file, _index_type(size), "r+", shape=size), seed, epoch)
             checksum = _checksum(file, size_bytes)
             file.seek(size_bytes)

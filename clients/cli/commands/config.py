@@ -36,13 +36,14 @@ app = typer.Typer(help="Check job files and show their values.", no_args_is_help
 def check(context: typer.Context, job: JobFileArgument, sets: SetOption = None) -> None:
     """Check a job file, and the files and models on this machine that it names.
 
-    All problems of the job file are reported at once. Names of files that do not exist on this
-    machine are printed: the machine that runs the job may have these files.
+    All problems of the job file are reported at once. All records of data files on this machine
+    are read. Names of files that do not exist on this machine are printed: the machine that runs
+    the job may have these files.
     """
     from clients.config.file import load_jobs, references_of
     from clients.jobs.upload import paths_of_server
     from clients.preflight.columns import fit_columns
-    from clients.preflight.data_files import check_data
+    from clients.preflight.data_files import check_all_records, check_data
     from clients.preflight.files import (
         check_models,
         check_template,
@@ -59,6 +60,7 @@ def check(context: typer.Context, job: JobFileArgument, sets: SetOption = None) 
         check_data(config, only_existing=True)
         columns, _ = fit_columns(config, config.data_files)
         config = Limits(columns).apply(config)
+        check_all_records(config, output.say)
         if config.answering_student is not None:
             check_template(config, config.answering_student.model)
         for key, path, similar in paths_of_server(config):

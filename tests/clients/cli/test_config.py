@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from clients.cli.app import main
+from clients.preflight import data_files
 from protos.errors import ExitCode
 
 CHAT = '{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}\n'
@@ -106,3 +107,38 @@ def test_a_template_of_no_teacher_is_refused(
     assert main(["config", "check", "job.toml"]) == ExitCode.USAGE
     error = capsys.readouterr().err
     assert "student.chat_template: the job has no teacher; name a .jinja file" in error
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"prompt": ', "data.path: late.jsonl:4001 is not JSON"),
+        ('{"prompt": "1"}', "data.answer_column: there is no column 'answer' in row 4001 of late."),
+        ('{"prompt": null, "answer": "2"}', "data.prompt_column: row 4001 of late.jsonl has"),
+        ('{"prompt": "1", "answer": {}}', "data.answer_column: row 4001 of late.jsonl has"),
+        ('{"prompt": "1", "answer": "2", "w": -1}', "data.weight_column: row 4001 of late."),
+    ],
+)
+def test_all_records_of_a_local_file_are_checked(
+    line: str, problem: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = '{"prompt": "1", "answer": "2", "w": 1}'
+    weights = 'data.weight_column = "w"\n' * ('"w"' in line)
+    Path("late.jsonl").write_text("\n".join([good] * 4000 + [line] + [good] * 9))
+    job = f'data.path = "late.jsonl"\ndata.prompt_column = "prompt"\n{weights}'
+    assert check(job) == ExitCode.USAGE
+    assert f"error: {problem}" in capsys.readouterr().err
+    monkeypatch.setattr(data_files, "_MAX_CHECKED_BYTES", 1000)
+    assert check(job) == ExitCode.OK
+    notes = capsys.readouterr().err
+    assert "data.path: late.jsonl has 0.0 GB: not all of its records are checked here" in notes
+
+
+def test_a_long_check_tells_its_progress(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("few.jsonl").write_text('{"prompt": "1", "answer": "2"}\n' * 3)
+    monkeypatch.setattr(data_files, "_SECONDS_BETWEEN_REPORTS", -1.0)
+    assert check('data.path = "few.jsonl"\n') == ExitCode.OK
+    lines = [f"checking data.path: {count} records so far" for count in range(3)]
+    assert capsys.readouterr().err.splitlines()[-3:] == lines

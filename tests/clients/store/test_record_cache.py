@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from clients.store import record_cache
 from clients.store.copies import cache_directory
 from clients.store.record_cache import States, open_records, read_check, write_check
 from protos.errors import Corrupt, ExitCode, InvalidInput
+from tests.small_disk import small_disk
 
 RECORDS = [
     {"prompt": f"{n}", "answer": n / 7, "more": [None, {"a": n, "b": "\u20ac"}]}
@@ -266,6 +268,23 @@ def test_states_are_kept_and_damage_is_no_state(tmp_path: Path) -> None:
     path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
     assert not any(States(records, "k").is_known(index) for index in range(9))
     assert not States(records, "other").is_known(3)
+
+
+def test_states_on_a_full_disk_are_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page of a mapped file that gets no space would end the process."""
+    with small_disk(tmp_path / "disk", "256k") as disk:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(disk))
+        records = open_records(write(tmp_path / "a.jsonl"), ["prompt"])
+        assert records.directory is None, "the disk is too small for the copy"
+        records = open_records(write(tmp_path / "a.jsonl", RECORDS[:9]), ["prompt"])
+        with suppress(OSError), (disk / "other").open("wb", buffering=0) as file:
+            while file.write(bytes(4096)):  # until the disk is full
+                pass
+        states = States(records, "k")
+        states.set(3, used=True)
+        assert [states.is_known(index) for index in range(9)] == [n == 3 for n in range(9)]
 
 
 def test_the_command_tells_the_size_and_clears_it(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -102,7 +101,7 @@ def test_an_order_without_room_on_the_disk_is_in_memory(
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(order, "reserve_space", refuse)
     assert permutation(50, 0, 0, tmp_path).tolist() == draw(50, 0, 0)
     assert not list(tmp_path.iterdir())
     assert permutation(50, 0, 1, tmp_path / "deleted").tolist() == draw(50, 0, 1)
