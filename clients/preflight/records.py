@@ -17,8 +17,8 @@ from protos.errors import DistillError
 
 # Typical bytes of text for each byte of a data file.
 _EXPANSIONS = {".gz": 4.0, ".zst": 4.0, ".parquet": 3.0}
-# Bytes in each process for each record: its state, its row, its place in the order of two epochs.
-_MEMORY_PER_RECORD = 1 + 4 * 4
+# Bytes beside the copy for each record: its state, and its place in three orders.
+_BESIDE_RECORD = 1 + 3 * 4
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RecordsEstimate:
     - epoch_records: number of records of `data.path`.
     - copy_bytes: size of the copies that no earlier job has made.
     - free_bytes: free space of the disk of `directory`, where the copies are.
-    - memory_bytes: memory of each process if the copies exist.
+    - memory_bytes: memory of each process for the records.
     """
 
     records: int
@@ -40,10 +40,8 @@ class RecordsEstimate:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of each process. If the disk has no room for the copies, each process also holds
-        the records in memory.
-        """
-        return self.records * _MEMORY_PER_RECORD + (0 if self.has_room else self.copy_bytes)
+        """Memory of each process: 0 if it maps the copies, for which the disk has room."""
+        return 0 if self.has_room else self.copy_bytes
 
     @property
     def has_room(self) -> bool:
@@ -58,8 +56,7 @@ class RecordsEstimate:
 
     def __str__(self) -> str:
         """Return one line for people."""
-        memory = f"{self.memory_bytes / 2**20:,.0f} MiB of memory a process"
-        records = f"about {self.records:,} records: {memory}"
+        records = f"about {self.records:,} records"
         if not self.copy_bytes:
             return f"{records}; their copy in {self.directory} exists"
         copy = f"{self.copy_bytes / 1e9:.2g} GB in {self.directory}"
@@ -67,8 +64,9 @@ class RecordsEstimate:
         if self.has_room:
             return f"{records}; a copy of {copy} ({free}), made once"
         return (
-            f"{records}, because their copy of {copy} does not fit ({free}): free space, or set"
-            " XDG_CACHE_HOME to another disk"
+            f"{records}: {self.memory_bytes / 2**20:,.0f} MiB of memory a process, because their"
+            f" copy of {copy} does not fit ({free}): free space, or set XDG_CACHE_HOME to another"
+            " disk"
         )
 
 
@@ -86,7 +84,8 @@ def estimate_records(config: JobConfig) -> RecordsEstimate | None:
                 count, size = _estimate_files(files)
                 records += count
                 epoch_records += count if path in epoch_paths else 0
-                copy_bytes += 0 if is_hashed(DataSet(path)) else size + count * BYTES_PER_RECORD
+                bytes_per_record = BYTES_PER_RECORD + _BESIDE_RECORD
+                copy_bytes += 0 if is_hashed(DataSet(path)) else size + count * bytes_per_record
         directory = records_directory()
         existing = next(parent for parent in (directory, *directory.parents) if parent.is_dir())
         free_bytes = shutil.disk_usage(existing).free
