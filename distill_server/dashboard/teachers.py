@@ -96,7 +96,8 @@ class Teachers:
                 "reason": teacher.failure or teacher.trouble,
             }
             address = teacher.address
-            records = [record for record in records if record["address"] != address]
+            if address:
+                records = [record for record in records if record["address"] != address]
             records.append(
                 {
                     "address": address,

@@ -24,7 +24,8 @@ export function fillRow(row, job) {
   const cells = [
     [[badge(job.state), ...texts.map((text) => el("small", {}, text))], texts.join("; ")],
     [[bar(job.step, job.max_steps || 1, `progress of ${job.id}`), el("small", {}, steps)]],
-    result ? [[sparkline(result.curve), format(result.value), el("small", {}, result.label)]] : [["-"]],
+    result ? [[sparkline(result.curve), format(result.value), el("small", {}, result.label)],
+      `${result.label} ${format(result.value)}`] : [["-"]],
     heldOut ? [[number(heldOut.value), el("small", {}, heldOut.label)], best]
       : [["-"]],
     job.seconds_left === null ? [[time]] : [[`${duration(job.seconds_left)} left`], `${time} since the start`],

@@ -28,18 +28,19 @@ function show(body, {capacity, holders, queue, gpus}) {
   body.replaceChildren(
     meters(capacity),
     el("h2", {}, "In use"),
-    holders.length ? table("In use", ["Job or teacher", "State", "GPUs", "CPU threads", "Owner", "Started"],
+    holders.length ? table("In use", ["Job or teacher", "GPUs", "CPU threads", "State", "Owner", "Started"],
       holders.map((holder) => [
-        holder.id ? link(holder.id, holder.name) : `teacher ${holder.name}`, badge(holder.state),
-        holder.gpus?.join(", ") || "-", holder.cpus || "-", holder.owner || "-", ago(holder.since)]))
+        holder.id ? link(holder.id, holder.name) : `teacher ${holder.name}`,
+        holder.gpus?.join(", ") || "-", holder.cpus || "-", badge(holder.state), holder.owner || "-",
+        ago(holder.since)]))
       : el("p", {class: "notice"}, "No job and no teacher of this server runs."),
     ...gpus.length ? [el("h2", {}, "GPUs"), table("GPUs", ["GPU", "Busy", "Memory", "Held by"],
       gpus.map((gpu) => [`${gpu.index}: ${gpu.name}`, percent(gpu.busy ?? NaN),
         gpu.memory_total === null ? "-" : `${bytes(gpu.memory_used)} of ${bytes(gpu.memory_total)}`,
         holderOf(gpu, holders)]))] : [],
     el("h2", {}, "Queue"),
-    queue.length ? table("Queue", ["Place", "Job", "Owner", "Waits for"], queue.map((job) => [
-      job.place, link(job.id, job.name), job.owner || "-", linked(reason(job), names)]))
+    queue.length ? table("Queue", ["Place", "Job", "Waits for", "Owner"], queue.map((job) => [
+      job.place, link(job.id, job.name), linked(reason(job), names), job.owner || "-"]))
       : el("p", {class: "notice"}, "No job waits."));
 }
 

@@ -32,25 +32,29 @@ function show(body, results) {
   const fresh = JSON.stringify(rows);
   if (body.dataset.shown === fresh) return;
   body.dataset.shown = fresh;
-  const columns = ["Job", ...labels, "State", "Steps", metric || "no evaluation yet", "Best"];
+  const columns = ["Job", metric ? `best ${metric}` : "no evaluation yet", ...labels, "last", "State", "Steps"];
+  const isUnique = new Set(rows.map(({name}) => name)).size === rows.length;
   const ids = rows.slice(0, MOST_COMPARED).map(({id}) => encodeURIComponent(id)).join();
+  const winner = rows.find((job) => job.is_best);
   body.replaceChildren(
-    el("p", {class: "hint"}, `${rows.length} jobs, the best first`, metric ? ` by ${metric}. ` : ". ",
+    el("p", {class: "hint"}, `${rows.length} jobs, the best first`, metric ? ` by ${metric}` : null,
+      winner ? [": ", el("b", {}, winner.name)] : null, ". ",
       rows.length > 1 ? el("a", {href: `#/compare/${ids}`}, "Compare the curves") : null),
     ...[parallelChart(results, body.clientWidth)].filter(Boolean),
     el("div", {class: "wide results", role: "region", "aria-label": "Results", tabindex: 0},
       el("table", {class: "plain"},
         el("thead", {}, el("tr", {}, columns.map((name) => el("th", {scope: "col"}, name)))),
-        el("tbody", {}, rows.map((job) => row(job, labels))))));
+        el("tbody", {}, rows.map((job) => row(job, labels, isUnique))))));
 }
 
-function row(job, labels) {
+function row(job, labels, isUnique) {
   const {id, name, state, step, max_steps: steps, last, best, is_best: isBest} = job;
   return el("tr", {class: isBest ? "best" : null},
-    el("th", {scope: "row"}, el("a", {href: `#/jobs/${encodeURIComponent(id)}`, title: name}, id)),
+    el("th", {scope: "row"}, el("a", {href: `#/jobs/${encodeURIComponent(id)}`, title: isUnique ? id : name},
+      isUnique ? name : id)),
+    el("td", {}, isBest ? el("b", {}, "best: ") : null, measured(best)),
     labels.map((label) => el("td", {}, job.labels[label] ?? "-")),
-    el("td", {}, badge(state)), el("td", {}, `${step} / ${steps || "?"}`),
-    el("td", {}, measured(last)), el("td", {}, isBest ? el("b", {}, "best: ") : null, measured(best)));
+    el("td", {}, measured(last)), el("td", {}, badge(state)), el("td", {}, `${step} / ${steps || "?"}`));
 }
 
 function measured(value) {

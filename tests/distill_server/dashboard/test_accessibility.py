@@ -104,7 +104,7 @@ def test_tasks_without_a_mouse(browser: Browser, seeded_url: str) -> None:
     browser.send("ENTER")
     eventually(lambda: browser.count(".best a") > 0)
     move_to(browser, "tr.best a")
-    assert browser.run("return document.activeElement.textContent") == "on-policy-lr-3e-5-seed-2"
+    assert browser.run("return document.activeElement.textContent") == "lr-3e-5-seed-2"
     open_page(browser, seeded_url, "#/?state=FAILED", ".jobs tbody tr")
     move_to(browser, ".jobs tbody a")
     browser.send("ENTER")

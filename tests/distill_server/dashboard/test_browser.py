@@ -226,7 +226,7 @@ def test_who_holds_the_machine_and_who_waits(
     queued = site.submit(name="pause=0.1 second", max_steps=1)
     browser.open(f"{site.url}/#/machine")
     eventually(lambda: browser.texts("[aria-label=Queue] tbody td:first-child") == ["1"])
-    assert browser.texts("[aria-label=Queue] td")[-1] == "the only slot is in use"
+    assert browser.texts("[aria-label=Queue] td")[2] == "the only slot is in use"
     assert browser.texts(".meters span")[0] == "1 of 1 slots"
     links = browser.run("return [...document.querySelectorAll('main a')].map((a) => a.hash)")
     assert links == [f"#/jobs/{running}", f"#/jobs/{queued}"]
@@ -262,6 +262,39 @@ def test_nothing_sticks_out_at_400_pixels(site: Site, browser: Browser) -> None:
         )
         assert wide == [], page
         assert browser.run("return document.documentElement.scrollWidth") == 400, page
+
+
+def test_parallel_coordinates_of_a_sweep(site: Site, browser: Browser) -> None:
+    """A logarithmic axis, an axis of texts, and the best job as a line of its own."""
+    browser.open(f"{site.url}/#/")
+    rows = [
+        {"id": job, "name": job, "labels": {"rate": rate, "loss": loss}, "is_best": job == "b",
+         "best": {"value": value, "step": 1, "stderr": None}}
+        for job, rate, loss, value in (
+            ("a", "1e-5", "kl", 3.0), ("b", "1e-4", "jsd", 1.0), ("c", "1e-3", "kl", 2.0)
+        )
+    ]  # fmt: skip
+    lines, best, ticks = browser.run(
+        "return import('/parallel_chart.js').then(({parallelChart}) => {"
+        "  const chart = parallelChart(arguments[0], 700);"
+        "  const read = (line) => line.getAttribute('points').split(' ').map((point) =>"
+        "    Number(point.split(',')[1]));"
+        "  return [[...chart.querySelectorAll('a')].map((link) => [link.hash ?? link.href.baseVal,"
+        "    read(link.firstChild.nextSibling)]),"
+        "    chart.querySelector('.best').href.baseVal,"
+        "    [...chart.querySelectorAll('text')].map((text) => text.textContent)]; })",
+        {"metric": "eval/kl", "labels": ["rate", "loss"], "rows": rows},
+    )
+    heights = dict(lines)
+    top, bottom = min(heights["#/jobs/a"]), max(heights["#/jobs/a"])
+    middle = (top + bottom) / 2
+    assert heights["#/jobs/a"] == [bottom, top, top]
+    assert heights["#/jobs/b"] == pytest.approx([middle, bottom, bottom], abs=0.1)
+    assert heights["#/jobs/c"] == pytest.approx([top, top, middle], abs=0.1)
+    assert (best, lines[-1][0]) == ("#/jobs/b", "#/jobs/b"), "drawn last"
+    assert ticks == [
+        *("rate", "1e-5", "1e-4", "1e-3", "loss", "jsd", "kl", "eval/kl", "1", "2", "3")
+    ]
 
 
 def test_ticks_are_told_apart(site: Site, browser: Browser) -> None:
