@@ -11,7 +11,13 @@ from clients.config.file import JobFile, localized, replaced
 from clients.config.kinds import AnyJob
 from clients.config.tables.after import outputs_in
 from clients.data.object_urls import is_object_url
-from clients.runs.directory import Control, RunDirectory, Status, replace_file
+from clients.runs.directory import (
+    SERVER_RECORD,
+    Control,
+    RunDirectory,
+    Status,
+    replace_file,
+)
 from clients.runs.identity import run_ids
 from protos.errors import InvalidInput, WrongState
 
@@ -99,10 +105,16 @@ def reopen_run(path: Path, max_steps: int | None) -> tuple[RunDirectory, int]:
     """Prepare a run directory for a new attempt. Return it, and the number of the attempt.
 
     `max_steps` replaces the job's number of steps. Raises the errors of `require_unfinished`, and
-    WrongState if a program is running in the directory.
+    WrongState if a program is running in the directory, or if a job server has the job.
     """
     run = RunDirectory(path)
     config = run.config()
+    name = run.path.resolve().name
+    if run.server_mark.exists() and (run.path.resolve().parent / SERVER_RECORD).exists():
+        raise WrongState(
+            f"the run {path} is a job of a job server, which starts its attempts",
+            hint=f"use distill resume {name}, or run a copy of the directory in another place",
+        )
     with run.held():
         require_unfinished(run, max_steps)
         if max_steps:

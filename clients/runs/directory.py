@@ -6,6 +6,7 @@ The owner is the server or the command that started the program.
     job.json        the resolved job
     status.json     written by the program: phase, step, and finally the verdict
     control.json    written by the owner: a request to stop
+    server          empty; present if the owner is the job server of the parent directory
     teacher.json    written by the owner: the address of the teacher that it started for the job
     environment.json, code.diff  software, hardware and code of the newest attempt
     limits.json     the values that the job does not set; kept as long as attempts continue work
@@ -85,6 +86,8 @@ class Control:
     cancelled_attempt: int = 0
 
 
+# In the parent directory of the runs of a job server.
+SERVER_RECORD = ".server.json"
 # Files and directories that a report needs besides the metrics. They are small, and readable while
 # the job runs.
 NOTES = ("environment.json", "preview.json", "samples")
@@ -130,6 +133,11 @@ class RunDirectory:
     def job_json(self) -> Path:
         """Path of the resolved job."""
         return self.path / "job.json"
+
+    @property
+    def server_mark(self) -> Path:
+        """Path of an empty file, which exists if a job server has the job of the directory."""
+        return self.path / "server"
 
     @property
     def metrics(self) -> Path:

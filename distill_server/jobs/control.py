@@ -401,13 +401,14 @@ class JobControl:
         # Not durable: the database holds the job, and the scheduler writes missing files when the
         # job starts. Three more fsync calls would make a submit three times as long.
         with _disk_errors():
-            RunDirectory.create(
+            run = RunDirectory.create(
                 unnamed_run(self._runs, job_id),
                 config,
                 config_text,
                 suffix=_guess_suffix(config_text),
                 durable=False,
             )
+            run.server_mark.touch()
 
     async def _request_stop(self, job: Job, *, now: bool) -> None:
         """Request a stop: by control.json or, if that cannot be written, by SIGTERM."""

@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from clients.data.outside import open_regular
-from clients.runs.directory import replace_file
+from clients.runs.directory import SERVER_RECORD, replace_file
 from clients.runs.file_system import lock_file
 from protos.errors import WrongState
 
-_LOCK, _RECORD = ".server.lock", ".server.json"
+_LOCK = ".server.lock"
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def own_runs(
     """
     with exclusive_lock(runs / _LOCK):
         (database_id,) = connection.execute("SELECT id FROM server").fetchone()
-        owner_id, owner_path = _read_owner(runs / _RECORD)
+        owner_id, owner_path = _read_owner(runs / SERVER_RECORD)
         if owner_id != database_id:
             if owner_id is not None and not take_over:
                 raise WrongState(
@@ -47,7 +47,7 @@ def own_runs(
                     f" database is lost, run distill-server --import {runs} with these options",
                 )
             record = {"database_id": database_id, "database": os.path.abspath(database)}
-            replace_file(runs / _RECORD, json.dumps(record) + "\n")
+            replace_file(runs / SERVER_RECORD, json.dumps(record) + "\n")
         yield
 
 

@@ -18,7 +18,8 @@ import pytest
 from clients import AsyncDistillClient, DistillClient, JobHandle, JobState, load_job, sweep_job
 from clients.jobs.job import TERMINAL
 from clients.jobs.upload import UploadProgress
-from protos.errors import InvalidInput, NotFound
+from clients.local.directory import reopen_run
+from protos.errors import InvalidInput, NotFound, WrongState
 from tests.distill_server.conftest import Server, job_config
 from tests.documents import blocks
 
@@ -58,6 +59,8 @@ def test_jobs_in_python(
     assert {path_of(job) for job in jobs} == {str(uploaded)}
     (single,) = client.submit_all([tables], idempotency_key="k")
     assert client.submit(tables, idempotency_key="k") == single
+    with pytest.raises(WrongState, match=f"is a job of a job server.* distill resume {single.id}"):
+        reopen_run(server.runs / single.id, None)  # as `distill run --resume`
     file = tmp_path / "job.toml"
     file.write_text('# mine\nstudent.model = "tiny"\ndata.path = "train.jsonl"\nmax_steps = 2\n')
     job = client.submit(load_job(file))
