@@ -186,8 +186,8 @@ gpu-kit: setup  ## make dist/gpu-kit.tar.gz, with which a machine without a netw
 
 rehearse-gpu-kit: gpu-kit .venv-gpu-machine/.installed  ## run the kit's parts on this CPU, in its machine's versions and, as root, without a network; 5 GB
 	rm -rf dist/distill-gpu-kit && tar xzf dist/gpu-kit.tar.gz -C dist
-	PATH=$$PWD/.venv-gpu-machine/bin:$$PATH $(shell test "$$(id -u)" = 0 && command -v unshare >/dev/null && echo unshare -n) \
-	  dist/distill-gpu-kit/run-gpu --cpu --out dist/gpu-results
+	set -- dist/distill-gpu-kit/run-gpu --cpu --out dist/gpu-results; PATH=$$PWD/.venv-gpu-machine/bin:$$PATH; \
+	  if test "$$(id -u)" = 0; then unshare -n sh -c 'ip link set lo up; exec "$$0" "$$@"' "$$@"; else "$$@"; fi
 
 setup: .venv/.installed
 

@@ -6,8 +6,8 @@ An update is forward, backward, clipping and AdamW over 64 sequences of 1,024 to
 micro-batches, of students with random weights in the shape of Qwen3-0.6B and Qwen3-4B. The losses
 are the default Top-k KL (16 head ids, 48 draws), also with compiled layers and other optimizers,
 and the cross-entropy of fine-tuning; the peer is TRL's SFTTrainer with the same model, sequences,
-micro-batches and precision. MFU counts the operations of
-`student_trainer/loop/efficiency.py`, for all alike. Writes
+micro-batches and precision. The peak memory is beside that of `distill plan`. MFU counts the
+operations of `student_trainer/loop/efficiency.py`, for all alike. Writes
 benchmarks/results/gpu-training-<device>.json. `--device cpu --quick` runs the same code without a
 GPU, at small sizes: its numbers are meaningless.
 """
@@ -33,6 +33,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.gpu.benchmark import describe_device, parse_options, write_results
 from clients.config.tables.common import StudentConfig, TrainConfig
+from clients.data.models.shape import ModelShape
+from clients.plan.memory import Load, peak_bytes
 from protos.rows.codec import RowBlock
 from student_trainer.data.batch import ScoredSequence, placeholder_rows
 from student_trainer.data.packing import micro_batches
@@ -139,7 +141,32 @@ def measure_case(case: UpdateCase, sizes: UpdateSizes, device: str) -> dict[str,
         row["mfu"] = operations / median / peak
     if device == "cuda":
         row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        if case.method != "TRL SFTTrainer":
+            row["planned_gib"] = plan_bytes(case, sizes) / 2**30
     return row
+
+
+def plan_bytes(case: UpdateCase, sizes: UpdateSizes) -> int:
+    """Return the peak bytes of a case by the formulas of `distill plan`, in eager mode."""
+    width, layers, heads, intermediate = sizes.models[case.model]
+    shape = ModelShape(
+        layers, width, intermediate, heads, max(1, heads // 4), 128, sizes.vocab,
+        tied=True, query_norm=True,
+    )  # fmt: skip
+    return peak_bytes(
+        Load(
+            shape,
+            processes=1,
+            sharded=case.cpu_offload,
+            bf16=True,
+            checkpointing=case.recompute,
+            tokens=sizes.micro_batch,
+            line=sizes.length,
+            narrow_moments=case.optimizer == "adamw_8bit",
+            cpu_offload=case.cpu_offload,
+            gpu_bytes=torch.cuda.get_device_properties(0).total_memory,
+        )
+    )
 
 
 def make_random_model(case: UpdateCase, sizes: UpdateSizes, device: str) -> Any:
