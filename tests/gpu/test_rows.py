@@ -16,7 +16,6 @@ from student_trainer.rollouts.sample_step import sample_step
 from teacher_service.head.scoring import score_hidden
 from tests.gpu.differences import by_device, relative_difference
 from tests.student_trainer import tiny
-from tests.student_trainer.model_teacher import completion_logprobs
 from tests.student_trainer.rollouts.test_tail_draws import generate_rollouts
 
 pytestmark = pytest.mark.gpu
@@ -64,7 +63,8 @@ def test_the_fused_loss(is_narrow: bool, dtype: torch.dtype, device: torch.devic
     count, vocab, width = by_device((1500, 151_936, 896), (40, 3000, 32))
     logit_map = LogitMap(vocab - 129, 0.5, 30.0) if is_narrow else LogitMap()
     problem = make_problem(count, vocab - 200, width, 64, device=device.type, dtype=dtype)
-    weight = torch.randn(vocab, width, device=device, dtype=dtype, requires_grad=True)
+    padding = torch.randn(200, width, device=device, dtype=dtype) * (2 / width**0.5)
+    weight = torch.cat([problem.weight.detach(), padding]).requires_grad_()
     gradients: list[Any] = []
     for inputs, head in ((problem, weight), (problem.double(), weight.detach().double())):
         head = head.requires_grad_()
@@ -140,7 +140,7 @@ def test_sampled_tokens_and_draws_are_those_of_the_cpu(top_p: float, device: tor
     expected, step = sample(torch.device("cpu")), sample(device)
     # A sum in another order may move a boundary across a uniform number.
     assert (step.token_ids.cpu() == expected.token_ids).double().mean() > 0.95
-    assert torch.equal(step.head_ids.cpu(), expected.head_ids)
+    assert (step.head_ids.cpu() == expected.head_ids).double().mean() > 0.99
     torch.testing.assert_close(step.logprobs.cpu(), expected.logprobs, rtol=0, atol=1e-4)
     is_same = step.draws.ids.cpu() == expected.draws.ids
     assert is_same.double().mean() > 0.99
@@ -149,10 +149,12 @@ def test_sampled_tokens_and_draws_are_those_of_the_cpu(top_p: float, device: tor
     )
 
 
+@torch.no_grad()
 def test_sampled_log_probs_are_those_of_a_forward_pass(device: torch.device) -> None:
     model = tiny.model(seed=3, layers=2).to(device)
     for rollout in generate_rollouts(model, range(5)):
-        exact = completion_logprobs(model, rollout, 1.0).cpu()
+        logits = model(rollout.token_ids[None].to(device), use_cache=False).logits[0]
+        exact = logits[rollout.start - 1 : -1].double().log_softmax(1).cpu()
         logprobs = exact.gather(1, rollout.completion[:, None])[:, 0]
         difference = (logprobs - rollout.token_logprobs.double()).abs().max()
         assert float(difference) < 1e-3

@@ -32,5 +32,7 @@ def test_an_update_waits_once(material: tiny.Material, tmp_path: Path) -> None:
                 trainer.learner.learn(1, updates[-1], 1e-3)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-    waits = [f"{w.filename}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
+    waits = [
+        f"{w.filename}:{w.lineno}" for w in caught if "called a synchronizing" in str(w.message)
+    ]
     assert len(waits) == 1, waits

@@ -197,6 +197,7 @@ def test_repeated_draws_keep_their_gradient_in_half_precision(monkeypatch, size)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu(name, dtype, logit_map):
     """Compiled kernels and cuBLAS, compared with float64 on the CPU."""
+    torch.backends.cuda.matmul.allow_tf32 = False  # a trainer in this process may have allowed it
     hidden, weight, bias, head, tokens, teacher, weights = problem(64, 9000, 16)
     narrow_inputs = [x.detach().to(dtype) for x in (hidden, weight, bias)]
     loss_fn = make_loss(
