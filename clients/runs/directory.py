@@ -184,6 +184,11 @@ class RunDirectory:
         return self.path / "store"
 
     @property
+    def token_logprobs(self) -> Path:
+        """Directory of the log-probs of held-out tokens at each evaluation."""
+        return self.path / "token_logprobs"
+
+    @property
     def evaluation(self) -> Path:
         """Directory of the answers and the results of an evaluation."""
         return self.path / RESULTS

@@ -39,6 +39,7 @@ from distill_server.dashboard.job_details import (
     attempts_of,
     checkpoints_of,
     details_of,
+    evaluation_in,
     preview_in,
     sample_steps,
     samples_of,
@@ -296,15 +297,31 @@ class Pages:
 
     async def sample_steps(self, request: Request) -> Response:
         """GET /api/jobs/JOB/samples: the steps that have transcripts, newest first."""
-        run = self._find_run(request)
-        return JSONResponse({"steps": await self.streams.files.call(partial(sample_steps, run))})
+        return await self._list_steps(self._find_run(request).samples)
 
     async def samples(self, request: Request) -> Response:
         """GET /api/jobs/JOB/samples/STEP: the first transcripts of a step."""
-        run = self._find_run(request)
-        read_samples = partial(samples_of, run, request.path_params["step"])
-        records = await self.streams.files.call(read_samples)
-        return JSONResponse({"samples": records})
+        return await self._read_samples(self._find_run(request).samples, request)
+
+    async def token_steps(self, request: Request) -> Response:
+        """GET /api/jobs/JOB/tokens: the steps that have log-probs of tokens, newest first."""
+        return await self._list_steps(self._find_run(request).token_logprobs)
+
+    async def tokens(self, request: Request) -> Response:
+        """GET /api/jobs/JOB/tokens/STEP: log-probs of held-out tokens at a step."""
+        return await self._read_samples(self._find_run(request).token_logprobs, request)
+
+    async def _list_steps(self, folder: Path) -> Response:
+        return JSONResponse({"steps": await self.streams.files.call(partial(sample_steps, folder))})
+
+    async def _read_samples(self, folder: Path, request: Request) -> Response:
+        read_samples = partial(samples_of, folder, request.path_params["step"])
+        return JSONResponse({"samples": await self.streams.files.call(read_samples)})
+
+    async def evaluation(self, request: Request) -> Response:
+        """GET /api/jobs/JOB/evaluation: the results of an `eval` job by model, or null."""
+        read_models = partial(evaluation_in, self._find_run(request))
+        return JSONResponse({"models": await self.streams.files.call(read_models)})
 
     async def preview(self, request: Request) -> Response:
         """GET /api/jobs/JOB/preview: the preview of the training data; null before the start."""
@@ -395,6 +412,9 @@ def make_app(pages: Pages, *, tokens: Tokens, host: str, external: str = "") -> 
         Route(f"{job_path}/preview", pages.preview),
         Route(f"{job_path}/samples", pages.sample_steps),
         Route(f"{job_path}/samples/{{step:int}}", pages.samples),
+        Route(f"{job_path}/tokens", pages.token_steps),
+        Route(f"{job_path}/tokens/{{step:int}}", pages.tokens),
+        Route(f"{job_path}/evaluation", pages.evaluation),
         Route(f"{job_path}/cancel", pages.cancel, methods=["POST"]),
         Route(f"{job_path}/resume", pages.resume, methods=["POST"]),
         Route(f"{job_path}/remove", pages.remove, methods=["POST"]),

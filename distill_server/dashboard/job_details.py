@@ -146,10 +146,10 @@ def _iter_sizes(path: Path) -> Iterator[int]:
             yield os.lstat(os.path.join(folder, name)).st_size
 
 
-def sample_steps(run: RunDirectory) -> list[int]:
-    """Return the steps that have transcripts, newest first."""
+def sample_steps(folder: Path) -> list[int]:
+    """Return the steps of the files in a folder of transcripts or log-probs, newest first."""
     try:
-        names = os.listdir(run.samples)
+        names = os.listdir(folder)
     except OSError:
         return []
     return sorted(
@@ -157,13 +157,13 @@ def sample_steps(run: RunDirectory) -> list[int]:
     )
 
 
-def samples_of(run: RunDirectory, step: int) -> list[dict[str, Any]]:
-    """Return up to 50 transcripts of a step, from the first 512 KiB of its file.
+def samples_of(folder: Path, step: int) -> list[dict[str, Any]]:
+    """Return up to 50 records of a step, from the first 512 KiB of its file in a folder.
 
     Lines that are not JSON objects are skipped. Raises NotFound if the step has no file.
     """
     records: list[dict[str, Any]] = []
-    for line in _read_start(run.samples / f"step-{step:06d}.jsonl").splitlines()[:_MAX_SAMPLES]:
+    for line in _read_start(folder / f"step-{step:06d}.jsonl").splitlines()[:_MAX_SAMPLES]:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
@@ -171,6 +171,18 @@ def samples_of(run: RunDirectory, step: int) -> list[dict[str, Any]]:
         if isinstance(record, dict):
             records.append(record)
     return records
+
+
+def evaluation_in(run: RunDirectory) -> list[dict[str, Any]] | None:
+    """Return the results of an evaluation by model (`student_trainer/exam/report.py`).
+
+    None if there are none yet.
+    """
+    try:
+        models = json.loads(_read_start(run.evaluation / "result.json"))["models"]
+    except (NotFound, ValueError, RecursionError, TypeError, KeyError):
+        return None
+    return models if isinstance(models, list) else None
 
 
 def preview_in(run: RunDirectory) -> dict[str, Any] | None:

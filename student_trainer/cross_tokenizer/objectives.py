@@ -88,6 +88,10 @@ class CrossTokenizerObjective:
         costs = out.rows.token_logprobs - batch.teacher.token_logprobs
         return {"eval/kl": torch.where(batch.learned, costs, torch.zeros_like(costs))}
 
+    def token_logprobs(self, batch: Batch, out: FusedLoss) -> Mapping[str, Tensor]:
+        """Return no log-probs: the teacher has other tokens."""
+        return {}
+
 
 @dataclass(frozen=True)
 class StoredAnswersObjective:
@@ -152,6 +156,10 @@ class StoredAnswersObjective:
             "eval/kl": self._compute_kl(batch, out.rows),
             "eval/perplexity": _cross_entropy(out.rows, batch.learned),
         }
+
+    def token_logprobs(self, batch: Batch, out: FusedLoss) -> Mapping[str, Tensor]:
+        """Return no log-probs: the teacher has other tokens."""
+        return {}
 
     def _compute_kl(self, batch: AlignedBatch, rows: Rows) -> Tensor:
         """Return values [N] whose mean is the forward KL, if the teacher has written the text."""

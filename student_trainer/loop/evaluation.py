@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,12 +16,12 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clients.runs.directory import RunDirectory, replace_file
+from clients.runs.directory import replace_file
 from clients.runs.fence import require_unfenced
 from student_trainer.data.batch import Batch, ScoredSequence, sum_and_count
 from student_trainer.data.packing import micro_batches
 from student_trainer.data.prompts import Prompt
-from student_trainer.data.sequence import Rollout
+from student_trainer.data.sequence import Rollout, TokenSequence
 from student_trainer.loop.step import Objective
 from student_trainer.losses import FusedLoss
 from student_trainer.parallel.collectives import raise_on_all_ranks
@@ -35,6 +36,10 @@ from student_trainer.teachers.source import PendingRows
 _HELD_OUT_METRICS = ("eval/kl", "eval/kl_bound", "eval/cross_entropy", "eval/perplexity")
 # Metrics that select the best checkpoint; each has a standard error, in this order.
 _SELECTION_METRICS = ("eval/kl", "eval/kl_bound", "eval/cross_entropy", "eval/reward")
+# The held-out sequences and their tokens whose log-probs are written.
+_WRITTEN_SEQUENCES, _WRITTEN_TOKENS = 4, 512
+# The characters at the end of their prompts that are written.
+_PROMPT_CHARS = 4000
 _MAX_LOG = 700.0  # exp of this value is still finite in float64
 
 
@@ -43,6 +48,12 @@ class HeldOutObjective(Objective, Protocol):
 
     def held_out(self, batch: Batch, out: FusedLoss) -> Mapping[str, Tensor]:
         """Return values of each token, [n], by names in _HELD_OUT_METRICS."""
+
+    def token_logprobs(self, batch: Batch, out: FusedLoss) -> Mapping[str, Tensor]:
+        """Return the log-probs in nats of each token, [n], by the names "student" and "teacher".
+
+        Without "teacher" if there is no teacher; empty if the teacher has other tokens.
+        """
 
 
 @dataclass(frozen=True)
@@ -161,6 +172,7 @@ class Evaluation:
         held_out: Callable[[], list[PendingRows]],
         task_evaluation: TaskEvaluation | None,
         *,
+        tokenizer: Any,
         samples: bool,
         tokens_per_micro_batch: int,
     ) -> None:
@@ -174,18 +186,20 @@ class Evaluation:
         self._objective = objective
         self._held_out = held_out
         self._task_evaluation = task_evaluation
+        self._tokenizer = tokenizer
         self._samples = samples
         self._tokens_per_micro_batch = tokens_per_micro_batch
 
     def __call__(
         self, student: Replicated | Sharded
-    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    ) -> tuple[dict[str, float], list[dict[str, Any]], list[dict[str, Any]]]:
         """Collective. Evaluate `student`, which stays in eval mode.
 
-        Returns the metrics over all processes, and transcripts of a few answers of this process. A
-        DistillError of one rank is raised on all ranks.
+        Returns the metrics over all processes, and of this process transcripts of a few answers and
+        the records of `_describe_tokens` of a few held-out sequences. A DistillError of one rank is
+        raised on all ranks.
         """
-        sums, spreads, transcripts = self._measure(student)
+        sums, spreads, transcripts, tokens = self._measure(student)
         device = self._accelerator.device
         total = self._accelerator.reduce(sums.to(device)).tolist()
         spread = self._accelerator.reduce(spreads.to(device)).tolist()
@@ -199,12 +213,12 @@ class Evaluation:
                 metrics[f"{name}_stderr"] = standard_error(*counts[name], *name_moments)
         if "eval/perplexity" in metrics:
             metrics["eval/perplexity"] = math.exp(min(metrics["eval/perplexity"], _MAX_LOG))
-        return metrics, transcripts
+        return metrics, transcripts, tokens
 
     def _measure(
         self, student: Replicated | Sharded
-    ) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
-        """Collective. Return this process's sums, moments and transcripts.
+    ) -> tuple[Tensor, Tensor, list[dict[str, Any]], list[dict[str, Any]]]:
+        """Collective. Return this process's sums, moments, transcripts and records of tokens.
 
         Sums: (sum, number) of each metric, [len(_HELD_OUT_METRICS) + 2, 2]. Moments: of each metric
         in _SELECTION_METRICS, [4, 4]. Both are float64.
@@ -220,13 +234,16 @@ class Evaluation:
                 sums[-2:], spreads[-1], transcripts = raise_on_all_ranks(
                     self._accelerator, self._task_evaluation
                 )
-        sums[:-2], spreads[:-1] = self._measure_held_out(student, held_out)
-        return sums, spreads, transcripts
+        sums[:-2], spreads[:-1], tokens = self._measure_held_out(student, held_out)
+        return sums, spreads, transcripts, tokens
 
     def _measure_held_out(
         self, student: Replicated | Sharded, held_out: Sequence[PendingRows]
-    ) -> tuple[Tensor, Tensor]:
-        """Collective. Return the sums and the moments of the held-out metrics; see `_measure`."""
+    ) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
+        """Collective. Return the sums and moments of the held-out metrics, and records of tokens;
+        see `_measure`.
+        """
+        tokens: list[dict[str, Any]] = []
         sums = torch.zeros(len(_HELD_OUT_METRICS), 2, dtype=torch.float64)
         spreads = torch.zeros(len(_SELECTION_METRICS) - 1, 4, dtype=torch.float64)
         objective, layout = self._objective, student.trained.layout
@@ -241,15 +258,23 @@ class Evaluation:
         def batch_of(scored_sequences: Sequence[ScoredSequence]) -> Batch:
             return objective.batch(scored_sequences, student.device, layout)
 
-        def values_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        def values_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
             settings = objective.loss(batch), objective.temperature, objective.needs_all_rows
-            token_values = objective.held_out(batch, student.forward(batch, *settings))
-            return batch.sequence.cpu(), {
-                name: values.cpu() for name, values in token_values.items()
-            }
+            out = student.forward(batch, *settings)
+            values = objective.held_out(batch, out), objective.token_logprobs(batch, out)
+            metrics, logprobs = (
+                {name: of_tokens.cpu() for name, of_tokens in by_name.items()} for by_name in values
+            )
+            return batch.sequence.cpu(), metrics, logprobs
 
         results = run_passes(student, groups, batch_of, values_of)
-        for group, (sequence, token_values) in zip(groups, results, strict=True):
+        for group, (sequence, token_values, logprobs) in zip(groups, results, strict=True):
+            count = _WRITTEN_SEQUENCES - len(tokens) if logprobs else 0
+            for number, item in enumerate(group[:count]):
+                own_logprobs = {
+                    name: values[sequence == number] for name, values in logprobs.items()
+                }
+                tokens.append(self._describe_tokens(item.sequence, own_logprobs))
             for name, values in token_values.items():
                 sums[_HELD_OUT_METRICS.index(name)] += sum_and_count(values).double()
                 if name in _SELECTION_METRICS:
@@ -258,7 +283,25 @@ class Evaluation:
                     ones = torch.ones_like(values, dtype=torch.float64)
                     sequence_sums[1].index_add_(0, sequence, ones)
                     spreads[_SELECTION_METRICS.index(name)] += compute_moments(*sequence_sums)
-        return sums, spreads
+        return sums, spreads, tokens
+
+    def _describe_tokens(
+        self, sequence: TokenSequence, logprobs: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        """Return the log-probs of the learned tokens of a sequence as a JSON record.
+
+        `prompt`: the end of the text before the completion. `tokens`: the texts of the first 512
+        learned tokens; `student` and, with a teacher, `teacher`: their log-probs in nats.
+        """
+        ids = sequence.token_ids[sequence.places[:_WRITTEN_TOKENS]].tolist()
+        return {
+            "prompt": self._tokenizer.decode(sequence.token_ids[: sequence.start])[-_PROMPT_CHARS:],
+            "tokens": [self._tokenizer.decode([token]) for token in ids],
+            **{
+                name: [round(value, 4) for value in values[: len(ids)].tolist()]
+                for name, values in logprobs.items()
+            },
+        }
 
 
 def compute_moments(sums: Tensor, counts: Tensor) -> Tensor:
@@ -293,12 +336,13 @@ def greedy_answers(
     return [(rollout, rollout.answer_text(tokenizer)) for batch in batches for rollout in batch]
 
 
-def write_samples(run: RunDirectory, step: int, transcripts: Sequence[Mapping[str, Any]]) -> None:
-    """Write the transcripts of an evaluation to samples/step-N.jsonl, one JSON object per line.
+def write_samples(folder: Path, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+    """Write records of an evaluation to step-N.jsonl in `folder`, one JSON object per line.
 
-    Raises WrongState if a newer attempt has taken over the run.
+    `folder`: `samples` of the run directory for transcripts, `token_logprobs` for records of
+    tokens. Raises WrongState if a newer attempt has taken over the run.
     """
-    run.samples.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
     require_unfenced()
-    text = "".join(json.dumps(transcript) + "\n" for transcript in transcripts)
-    replace_file(run.samples / f"step-{step:06d}.jsonl", text)
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    replace_file(folder / f"step-{step:06d}.jsonl", text)

@@ -239,8 +239,7 @@ class Trainer:
         means = combine_updates(updates)
         speed = means["tokens"] / (ended_at - started_at)
         learning = ended_at - rollouts_at - means.get("time/teacher_wait", 0.0)
-        flops = means.pop("flops")
-        efficiency = self._efficiency.of_step(flops=flops, learning=learning, speed=speed)
+        efficiency = self._efficiency.of_step(flops=means["flops"], learning=learning, speed=speed)
         return {
             **means,
             **step_metrics,
@@ -263,18 +262,22 @@ class Trainer:
         self.progress.say("evaluating", self.step)
         if self.method.rollouts_ahead is not None:
             self.method.rollouts_ahead.publish(self.step)
-        metrics, transcripts = self.method.evaluation(self.student)
+        metrics, transcripts, tokens = self.method.evaluation(self.student)
         if self.method.anchor is not None:
             with self.method.anchor.in_student_place():
                 if self.method.rollouts_ahead is not None:
                     self.method.rollouts_ahead.publish(self.step, anchor=True)
-                anchor_metrics, _ = self.method.evaluation(self.student)
+                anchor_metrics, _, _ = self.method.evaluation(self.student)
             metrics |= {
                 name.replace("eval/", "eval/anchor/"): metric
                 for name, metric in anchor_metrics.items()
             }
-        if transcripts and self.metrics is not None:
-            write_samples(self.run, self.step, transcripts)
+        for folder, records in (
+            (self.run.samples, transcripts),
+            (self.run.token_logprobs, tokens),
+        ):
+            if records and self.metrics is not None:
+                write_samples(folder, self.step, records)
         return metrics
 
     def _log(self, metrics: Mapping[str, float]) -> None:

@@ -210,6 +210,7 @@ def held_out_evaluation(
         objective,
         read_held_out,
         task,
+        tokenizer=tokenizer,
         samples=rollouts.in_process and (config.samples or config.is_evaluated),
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
     )

@@ -365,6 +365,7 @@ def build(
             rollout_rewards=rollout_rewards,
             samples=_sample_settings(config),
         ),
+        tokenizer=material.tokenizer,
         samples=rollouts.in_process,
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
     )

@@ -44,6 +44,11 @@ class CrossEntropyObjective:
         values = -out.rows.token_logprobs
         return {"eval/cross_entropy": values, "eval/perplexity": values}
 
+    @torch.no_grad()
+    def token_logprobs(self, batch: Batch, out: FusedLoss) -> Mapping[str, Tensor]:
+        """Return the log-probs of each token, [n], of the student in nats."""
+        return {"student": out.rows.token_logprobs}
+
 
 def _cross_entropy(rows: Rows, index: Index) -> Tensor:
     return -rows.token_logprobs

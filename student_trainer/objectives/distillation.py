@@ -90,6 +90,11 @@ class DistillationObjective:
             metrics["eval/perplexity"] = -out.rows.token_logprobs
         return metrics
 
+    @torch.no_grad()
+    def token_logprobs(self, batch: Batch, out: FusedLoss) -> Mapping[str, Tensor]:
+        """Return the log-probs of each token, [n], of the student and the teacher in nats."""
+        return {"student": out.rows.token_logprobs, "teacher": batch.teacher.token_logprobs}
+
     def tail_of(self, batch: Batch) -> Tail:
         """Return the tail mode for a batch; it depends on which samples the batch has.
 

@@ -15,6 +15,7 @@ grad_norm            norm of the gradient before clipping
 grad_norm/skipped    share of updates that changed no weight: no finite gradient, or no token
 lr                   learning rate
 tokens               learned tokens of the step, over all processes
+flops                model FLOPs of forward and backward passes of the step, over all processes
 tokens_per_sec       learned tokens per second of the step, over all processes
 tokens_per_sec/process tokens_per_sec divided by the number of processes (GPUs)
 memory/peak          peak GiB of tensors on the GPU in the step; CPU: peak resident since start

@@ -8,12 +8,13 @@ const KINDS_OF_KL = [
   ["cross_entropy", CROSS_ENTROPY],
 ];
 
-/** Formats a number with `digits` significant digits, one less in `12.3k`: `0.7411`; "-" if not
- *  finite. */
+/** Formats a number with `digits` significant digits, one less in `12.3k`, two less in `1.2e12`: `0.7411`; "-"
+ *  if not finite. */
 export function number(value, digits = 4) {
   if (value === undefined || value === null || !Number.isFinite(value)) return "-";
   const size = Math.abs(value);
   if (size !== 0 && size < 1e-3) return value.toExponential(Math.max(0, digits - 3));
+  if (size >= 1e9) return value.toExponential(Math.max(0, digits - 3)).replace("e+", "e");
   if (size >= 1e6) return `${+(value / 1e6).toPrecision(digits - 1)}M`;
   if (size >= 1e4) return `${+(value / 1e3).toPrecision(digits - 1)}k`;
   if (Number.isInteger(value)) return String(value);

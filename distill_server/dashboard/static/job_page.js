@@ -7,6 +7,7 @@ import {CommandsView} from "./commands_view.js";
 import {Curves} from "./curves.js";
 import {badge, bar, el, setText} from "./dom.js";
 import {ago, duration, heldOutOf, klOf, number, percent, whyQueued} from "./figures.js";
+import {EvaluationView} from "./evaluation_view.js";
 import {History} from "./history.js";
 import {LogView} from "./log_view.js";
 import {PreviewView} from "./preview_view.js";
@@ -52,6 +53,7 @@ class JobPage {
     this.log = new LogView(path);
     this.preview = new PreviewView(path);
     this.samples = new SamplesView(path);
+    this.evaluation = new EvaluationView(path);
     this.attempts = new AttemptsView(path);
     this.checkpoints = new CheckpointsView(path);
     this.usage = new UsageView(path);
@@ -88,10 +90,10 @@ class JobPage {
     this.root.append(
       el("p", {class: "crumbs"}, el("a", {href: "#/"}, "Jobs"), " / ", el("code", {}, job.id)),
       el("div", {class: "title"}, el("h1", {}, job.name), this.state, this.actions?.element ?? null),
-      this.summary.element, this.reason, this.progress, this.preview.element, this.facts,
+      this.summary.element, this.reason, this.progress, this.preview.element, this.evaluation.element, this.facts,
       el("div", {class: "cards"}, this.attempts.element, this.usage.element),
       el("h2", {}, "Curves"), this.curves.view.element, this.curves.nothing, this.curves.main,
-      this.curves.others, this.curves.table, this.stages.element, this.samples.element, this.checkpoints.element,
+      this.curves.others, this.curves.table, this.stages.element, ...this.samples.elements, this.checkpoints.element,
       this.log.element, this.commands.element,
       el("details", {}, el("summary", {}, "Configuration"), config));
   }
@@ -111,6 +113,7 @@ class JobPage {
     });
     this.show();
     if (moved) {
+      if (this.job.kind === "eval") this.evaluation.refresh();
       this.refresh();
       this.attempts.refresh();
     }
@@ -135,6 +138,7 @@ class JobPage {
     if (this.job.state === "QUEUED" || this.summary.isLive) await this.refresh();
     if (this.looked && this.job.ended_at) return;
     this.looked = true;
+    if (this.job.kind === "eval") this.evaluation.refresh();
     await Promise.all([this.attempts.refresh(), this.checkpoints.refresh(), this.preview.refresh()]);
     this.draw();
   }

@@ -1,27 +1,30 @@
-// The transcripts of a step with all fields that the trainer wrote.
+// The records of a step: transcripts with all fields that the trainer wrote, and log-probs of tokens.
 
 import {el} from "./dom.js";
 import {Fault, get} from "./server.js";
+import {TokensView} from "./tokens_view.js";
 
-/** The section with transcripts and the choice of the step. */
-export class SamplesView {
-  constructor(path) {
+/** A section with the records of a step and the choice of the step. */
+class StepsView {
+  /** `path` is the address of the steps, `cardOf` makes an element of a record. */
+  constructor(title, path, cardOf) {
     this.path = path;
+    this.cardOf = cardOf;
     this.chosen = 0;
-    this.steps = el("select", {"aria-label": "Step", change: () => this.show(Number(this.steps.value))});
+    this.steps = el("select", {"aria-label": `Step of ${title}`, change: () => this.show(Number(this.steps.value))});
     this.list = el("div", {class: "samples"});
     this.element = el("details", {toggle: () => this.refresh()},
-      el("summary", {}, "Samples"), this.steps, this.list);
+      el("summary", {}, title), this.steps, this.list);
   }
 
-  /** Loads the newest transcripts if the section is open. Keeps an older step that was chosen. */
+  /** Loads the newest records if the section is open. Keeps an older step that was chosen. */
   async refresh() {
     if (!this.element.open) return;
     try {
-      const {steps} = await get(`${this.path}/samples`);
-      const newest = Number(this.steps.options[0]?.value ?? 0);
+      const {steps} = await get(this.path);
+      const newest = Number(this.steps.options[0]?.value ?? -1);
       this.steps.hidden = !steps.length;
-      if (!steps.length) this.list.replaceChildren(el("p", {class: "hint"}, "No samples yet."));
+      if (!steps.length) this.list.replaceChildren(el("p", {class: "hint"}, "Nothing yet."));
       if (!steps.length || steps[0] === newest) return;
       const stay = this.chosen && this.chosen !== newest;
       this.steps.replaceChildren(...steps.map((step) => el("option", {value: step}, `step ${step}`)));
@@ -35,8 +38,8 @@ export class SamplesView {
   async show(step) {
     this.chosen = step;
     try {
-      const {samples} = await get(`${this.path}/samples/${step}`);
-      if (step === this.chosen) this.list.replaceChildren(...samples.map(card));
+      const {samples} = await get(`${this.path}/${step}`);
+      if (step === this.chosen) this.list.replaceChildren(...samples.map(this.cardOf));
     } catch (error) {
       this.fail(error);
     }
@@ -48,11 +51,26 @@ export class SamplesView {
   }
 }
 
+/** The sections of a job: its transcripts, and the log-probs of held-out tokens. */
+export class SamplesView {
+  constructor(path) {
+    const tokens = new TokensView();
+    this.sections = [new StepsView("Samples", `${path}/samples`, transcript),
+      new StepsView("Tokens", `${path}/tokens`, (record) => tokens.card(record))];
+    this.sections[1].element.children[0].after(tokens.controls);
+    this.elements = this.sections.map(({element}) => element);
+  }
+
+  refresh() {
+    return Promise.all(this.sections.map((section) => section.refresh()));
+  }
+}
+
 // A longer text is scrolled, also with the keyboard.
 const LONG = 400;
 
 /** A transcript; each text is isolated from the writing direction of its neighbours. */
-function card(sample) {
+function transcript(sample) {
   return el("article", {class: "card"}, el("dl", {}, Object.entries(sample).flatMap(([name, value]) => {
     const text = typeof value === "string" ? value : JSON.stringify(value, null, 1);
     return [el("dt", {}, el("bdi", {}, name)), el("dd", {dir: "auto", tabindex: text.length > LONG ? 0 : null}, text)];

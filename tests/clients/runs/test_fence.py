@@ -100,11 +100,11 @@ def test_an_old_attempt_adds_no_metrics_and_no_samples(
     monkeypatch.setenv(VARIABLE, raise_fence(run.path, 1))
     metrics = MetricsLog(run, attempt=1, last_step=None)
     metrics.write(1, {"loss": 1.0})
-    write_samples(run, 1, [{"answer": "2"}])
+    write_samples(run.samples, 1, [{"answer": "2"}])
     raise_fence(run.path, 2)
     for write in (
         lambda: metrics.write(2, {"loss": 0.5}),
-        lambda: write_samples(run, 1, [{"answer": "3"}]),
+        lambda: write_samples(run.samples, 1, [{"answer": "3"}]),
         # A log that is opened only now would drop the lines of its successor.
         lambda: MetricsLog(run, attempt=1, last_step=None),
     ):

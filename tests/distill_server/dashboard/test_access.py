@@ -30,7 +30,7 @@ from tests.security.processes import Program
 
 READING = [
     *("/api/access", "/api/jobs", "/api/jobs/x", "/api/jobs/x/events", "/api/jobs/x/log"),
-    "/api/jobs/x/steps",
+    *("/api/jobs/x/steps", "/api/jobs/x/tokens", "/api/jobs/x/tokens/5", "/api/jobs/x/evaluation"),
     *("/api/jobs/x/samples", "/api/jobs/x/samples/5", "/api/teachers", "/api/machine"),
     *("/api/jobs/x/attempts", "/api/jobs/x/checkpoints", "/api/jobs/x/usage"),
     *("/api/jobs/x/preview", "/metrics"),

@@ -134,6 +134,57 @@ def test_a_hostile_name_is_text(site: Site, browser: Browser) -> None:
     browser.complaints()
 
 
+def test_held_out_tokens_are_coloured(site: Site, browser: Browser) -> None:
+    job = site.submit(name="pause=0", max_steps=2)
+    eventually(lambda: site.job(job)["state"] == "SUCCEEDED")
+    folder = site.runs / job / "token_logprobs"
+    folder.mkdir()
+    tokens = ["<b>", "4\n", "2"]
+    record = {"prompt": "6*7=", "tokens": tokens, "student": [-0.01, -3.0, -5.0]}
+    for step, teacher in ((0, [-0.02, -0.5, -0.1]), (2, [-0.03, -3.0, -0.2])):
+        text = json.dumps(record | {"teacher": teacher})
+        (folder / f"step-{step:06d}.jsonl").write_text(f"{text}\n")
+    browser.open(f"{site.url}/#/jobs/{job}")
+    section = "details:has([aria-label='Step of Tokens'])"
+    eventually(lambda: browser.count(f"{section} > summary") == 1)
+    browser.click(f"{section} > summary")
+    shown = f"{section} article bdi"
+    eventually(lambda: browser.texts(shown) == ["<b>", "4\\n\n", "2"])
+
+    def list_classes() -> list[str]:
+        return [element.get_attribute("class") for element in browser.elements(shown)]
+
+    assert list_classes() == ["token gap-2", "token gap-2", "token gap-4"]
+    title = browser.attribute(f"{shown}:last-child", "title")
+    assert title == "student: 0.00674 (log-prob -5), teacher: 0.819 (log-prob -0.2)"
+    browser.choose(f"{section} [aria-label='Step of Tokens']", "0")
+    eventually(lambda: list_classes() == ["token gap-2", "token gap-4", "token gap-4"])
+    browser.choose("[aria-label='Colour of the tokens']", "student")
+    assert list_classes() == ["token likely-0", "token likely-3", "token likely-4"]
+
+
+def test_the_table_of_an_evaluation(site: Site, browser: Browser) -> None:
+    browser.open(f"{site.url}/#/")
+    share = {"mean": 0.5, "low": 0.425, "high": 0.58}
+    student = {"model": "student", "prompts": 80, "samples": 4, "truncated": 0.1, "errors": 0}
+    student |= {"pass@1": share, "pass@4": share | {"mean": 0.75}, "maj@4": share}
+    student["tokens"] = {"mean": 91.5, "low": 80.0, "high": 103.0}
+    models = [student, student | {"model": "anchor", "gain": share | {"mean": 0.05}}]
+    rows = browser.run(
+        "return import('/evaluation_view.js').then(({EvaluationView}) => {"
+        "  const view = new EvaluationView('');"
+        f"  view.show({json.dumps(models)});"
+        "  const textOf = (row) => [...row.children].map((cell) => cell.textContent);"
+        "  return [...view.element.querySelectorAll('tr')].map(textOf); })"
+    )
+    assert rows[0] == [
+        *("Model", "pass@1", "pass@4", "maj@4", "gain", "tokens", "cut answers", "errors")
+    ]
+    assert rows[1][:3] == ["student", "50.0% 42.5% to 58.0%", "75.0% 42.5% to 58.0%"]
+    assert rows[1][4:] == ["-", "91.5 80 to 103", "10%", "0"]
+    assert rows[2][4] == "+5.0% +42.5% to +58.0%"
+
+
 def test_cancel_and_resume_with_a_token_only(guarded_site: Site, browser: Browser) -> None:
     job = guarded_site.submit(name="pause=0.1", max_steps=1000)
     browser.open(f"{guarded_site.url}/#/jobs/{job}")

@@ -23,6 +23,7 @@ from clients.config.on_policy import OnPolicyJob, OnPolicyTeacher
 from clients.config.tables.common import StudentConfig
 from clients.config.tables.data import DataConfig
 from clients.data.preview import MAX_BYTES, Preview
+from clients.runs.directory import RunDirectory
 from distill_server.jobs.database import open_database
 from distill_server.jobs.store import JobStore
 from protos.rpc.ports import free_ports
@@ -195,6 +196,12 @@ def test_samples_are_read_as_far_as_they_are_whole(site: Site) -> None:
     (samples / "notes.txt").write_text("x")
     assert site.ask(path).json() == {"steps": [100, 50]}
     returned_samples = site.ask(f"{path}/50").json()["samples"]
+    assert site.ask(f"/api/jobs/{job}/evaluation").json() == {"models": None}
+    results = RunDirectory(site.runs / job).evaluation
+    results.mkdir()
+    for text, models in (('{"models": [{"model": "a"}]}', [{"model": "a"}]), ("[", None)):
+        (results / "result.json").write_text(text)
+        assert site.ask(f"/api/jobs/{job}/evaluation").json() == {"models": models}
     assert returned_samples == [json.loads(line) for line in lines]
     assert site.ask(f"{path}/100").status == 404
     assert site.ask(f"{path}/7").status == 404

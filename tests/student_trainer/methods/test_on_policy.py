@@ -71,6 +71,7 @@ def make_trainer(
         objective,
         steps.held_out,
         TaskEvaluation(held_out, accelerator, words, rollouts),
+        tokenizer=words,
         samples=rollouts.in_process,
         tokens_per_micro_batch=48,
     )
@@ -198,6 +199,27 @@ def test_metrics_are_those_of_the_table(material: tiny.Material, tmp_path: Path)
     assert written_names == explained
     assert (run.export / "model.safetensors").is_file()
     assert len((run.samples / "step-000002.jsonl").read_text().splitlines()) == 8
+    assert len((run.token_logprobs / "step-000002.jsonl").read_text().splitlines()) == 4
+
+
+def test_the_logprobs_of_held_out_tokens(
+    material: tiny.Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oracle is a plain forward pass of both models for each sequence."""
+    monkeypatch.setattr("student_trainer.loop.evaluation._WRITTEN_TOKENS", 5)
+    trainer, student, teacher = make_trainer(material, new_run(material, tmp_path / "run"))
+    held_out = [item.wait().sequence for item in trainer.method.evaluation._held_out()]
+    _, _, records = trainer.method.evaluation(trainer.student)
+    assert len(records) == 4
+    prompts = {trainer.tokenizer.decode(one.token_ids[: one.start]): one for one in held_out}
+    for record in records:
+        sequence = prompts[record["prompt"]]
+        ids = sequence.token_ids[sequence.start :][:5]
+        assert record["tokens"] == [trainer.tokenizer.decode([token]) for token in ids.tolist()]
+        for name, model in (("student", student.model), ("teacher", teacher._model)):
+            logprobs = completion_logprobs(model, sequence)[: len(ids)]
+            expected = logprobs.gather(1, ids.long()[:, None])[:, 0].tolist()
+            assert record[name] == pytest.approx(expected, abs=2e-4)
 
 
 def test_weights_multiply_the_loss_of_their_sequences(

@@ -1,0 +1,85 @@
+// Held-out tokens, coloured by the log-probs of student and teacher.
+
+import {el} from "./dom.js";
+import {number} from "./figures.js";
+
+// The smallest value of each colour but the last: probabilities, and differences in nats.
+const PROBABILITIES = [0.9, 0.5, 0.1, 0.01];
+const DIFFERENCES = [2, 0.5, -0.5, -2];
+const CHOICES = {
+  student: {
+    title: "student's probability",
+    value: ({student}) => Math.exp(student),
+    limits: PROBABILITIES,
+    kind: "likely",
+    labels: ["90% or more", "50% or more", "10% or more", "1% or more", "less than 1%"],
+  },
+  teacher: {
+    title: "teacher's probability",
+    value: ({teacher}) => Math.exp(teacher),
+    limits: PROBABILITIES,
+    kind: "likely",
+    labels: ["90% or more", "50% or more", "10% or more", "1% or more", "less than 1%"],
+  },
+  difference: {
+    title: "student against teacher",
+    value: ({student, teacher}) => student - teacher,
+    limits: DIFFERENCES,
+    kind: "gap",
+    labels: ["student higher by 2 nats", "by 0.5 nats", "about equal", "teacher higher by 0.5 nats", "by 2 nats"],
+  },
+};
+
+/** The choice of the colours, and the cards of sequences. */
+export class TokensView {
+  constructor() {
+    this.shown = new Set();
+    this.choice = el("select", {"aria-label": "Colour of the tokens", change: () => this.paint()},
+      Object.entries(CHOICES).map(([name, {title}]) => el("option", {value: name}, title)));
+    this.choice.value = "difference";
+    this.legend = el("p", {class: "tokens legend"});
+    this.controls = el("div", {class: "chart-view"}, el("label", {}, "colour ", this.choice), this.legend);
+  }
+
+  /** Makes the card of a record `{prompt, tokens, student, teacher}`; `teacher` may be missing. */
+  card(record) {
+    const tokens = record.tokens.map((text, index) => {
+      const logprobs = {student: record.student[index], teacher: record.teacher?.[index]};
+      const element = el("bdi", {class: "token", title: describe(logprobs)}, visible(text));
+      return {element, logprobs};
+    });
+    const card = el("article", {class: "card"},
+      el("p", {class: "tokens context", dir: "auto"}, record.prompt),
+      el("p", {class: "tokens", tabindex: 0}, tokens.map(({element}) => element)));
+    for (const old of this.shown) if (!old.card.isConnected) this.shown.delete(old);
+    this.shown.add({card, tokens});
+    // Without log-probs of a teacher, only the student's colours are there.
+    if (!record.teacher) this.choice.value = "student";
+    for (const name of ["teacher", "difference"]) {
+      this.choice.querySelector(`[value=${name}]`).disabled = !record.teacher;
+    }
+    this.paint();
+    return card;
+  }
+
+  paint() {
+    const {value, limits, kind, labels} = CHOICES[this.choice.value];
+    this.legend.replaceChildren(...labels.map((label, place) => el("span", {class: `token ${kind}-${place}`}, label)));
+    for (const {tokens} of this.shown) {
+      for (const {element, logprobs} of tokens) {
+        const place = limits.findIndex((limit) => value(logprobs) >= limit);
+        element.className = `token ${kind}-${place < 0 ? limits.length : place}`;
+      }
+    }
+  }
+}
+
+function describe(logprobs) {
+  return Object.entries(logprobs).filter(([, value]) => value !== undefined)
+    .map(([name, value]) => `${name}: ${number(Math.exp(value), 3)} (log-prob ${number(value, 3)})`).join(", ");
+}
+
+/** Marks line breaks, which a token of text may have. */
+function visible(text) {
+  return text.split("\n").flatMap((part, index) => (index ? [el("i", {}, "\\n"), "\n", part] : [part]));
+}
