@@ -243,8 +243,8 @@ def _require_tokenizer(config: CaptureJob) -> None:
 def note_similar_directories(config: JobConfig) -> list[str]:
     """Return a note for each hub id without "/" that is similar to the name of a directory here.
 
-    Such a name may be a misspelt directory, for which a job would wait as long as the hub does not
-    answer.
+    Such a name may be a misspelt directory. Without a network, the job would wait until its
+    requests to the hub time out.
     """
     notes = []
     for field, model, _ in list_models(config):

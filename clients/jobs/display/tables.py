@@ -26,7 +26,7 @@ from protos.program.logs import plain
 # The column of the metric that tells how far a job of its method has come.
 RESULT = "result"
 COLUMNS = ("id", "state", "steps", RESULT, "age", "attempt", "owner", "name", "reason")
-# What a narrow terminal leaves out, the first one first: an id contains the name of its job.
+# Columns that a narrow terminal leaves out, in this order. An id contains the name of its job.
 OPTIONAL_COLUMNS = ("attempt", "name", "owner", "age", "steps", "state")
 Row = Mapping[str, Any]
 _READABLE_CHARS, _MIN_CHARS = 20, 6
@@ -124,9 +124,9 @@ def table_lines(
 ) -> list[str]:
     """Return a header and a line for each row, aligned and without control characters.
 
-    The lines have at most `max_width` characters; None: no limit. If they are longer,
-    `optional_columns` are left out, the first one first, until columns of up to 20 characters fit;
-    then the widest cells are cut: in the middle, those of the last column at the end.
+    The lines have at most `max_width` characters; None: no limit. If the table is wider,
+    `optional_columns` are left out in order, until columns of up to 20 characters fit. Then the
+    widest cells are cut: in the last column at the end, in other columns in the middle.
     """
     cells = {column: [column.upper()] for column in columns}
     for row in rows:

@@ -20,7 +20,7 @@ from student_trainer.data.prompts import ItemsOfSteps, Prompt, load_prompts
 from tests.student_trainer import tiny
 
 TEMPLATE = "{{ messages }}{{ tools }}{% if add_generation_prompt %}A{% endif %}"
-CHARACTERS = "".join(map(chr, range(32, 127))) + "\nµ€\U0001f600"
+CHARACTERS = "".join(map(chr, range(32, 127))) + "\n\u00b5\u20ac\U0001f600"
 
 
 def record_of(number: int) -> Mapping[str, Any]:
@@ -30,9 +30,10 @@ def record_of(number: int) -> Mapping[str, Any]:
     """
     arguments = {"more": {"list": [number, number + 1], "empty": []}, f"key_{number % 7}": number}
     call = {"id": f"c{number}", "type": "function"}
+    micro_signs = "\u00b5" * (number % 5)
     function = {"name": f"f{number % 3}", "arguments": arguments}
     messages: list[dict[str, Any]] = [
-        {"role": "user", "content": f'Question {number}:\n\t€ "{"µ" * (number % 5)}" \U0001f600'},
+        {"role": "user", "content": f'Question {number}:\n\t\u20ac "{micro_signs}" \U0001f600'},
         {"role": "assistant", "content": "", "tool_calls": [{**call, "function": function}]},
         {"role": "tool", "content": f"{number / 7}", "tool_call_id": f"c{number}"},
     ]
@@ -104,7 +105,7 @@ def test_nested_records_have_the_same_tokens_in_every_format(count: int, tmp_pat
 
 
 def test_texts_have_the_same_tokens_in_csv(tmp_path: Path) -> None:
-    records = [{"prompt": f'"{n}",\n€ {n / 7}', "answer": f"{n}"} for n in range(50)]
+    records = [{"prompt": f'"{n}",\n\u20ac {n / 7}', "answer": f"{n}"} for n in range(50)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
     rows = ['"{}",{}'.format(r["prompt"].replace('"', '""'), r["answer"]) for r in records]
     (tmp_path / "a.csv").write_text("\r\n".join(["prompt,answer", *rows]))
