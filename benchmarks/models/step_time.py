@@ -34,10 +34,11 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks.models import step_time_page
 from benchmarks.models.calibration import calibrate, mean_figures
+from benchmarks.models.memory_plan import MemoryCase, make_model
 from benchmarks.rollouts.ahead import run_service
 from benchmarks.shared.programs import one_thread_environment, run_program
 from benchmarks.shared.results import RESULTS, add_run, describe_machine, load_results
@@ -45,6 +46,7 @@ from clients.config.capture import CaptureJob
 from clients.config.kinds import AnyTraining, parse_job
 from clients.data.models.shape import ModelShape
 from clients.plan.machines import MachineFigures
+from clients.plan.memory import Load
 from clients.plan.memory_plan import load_of
 from clients.plan.step_time import StepTime, step_time
 from clients.runs.directory import RunDirectory
@@ -114,17 +116,8 @@ class Material:
         words = {f"t{number}": number for number in range(shape.vocabulary)}
         tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-        config = Qwen3Config(
-            vocab_size=shape.vocabulary,
-            hidden_size=shape.hidden,
-            intermediate_size=shape.intermediate,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            tie_word_embeddings=shape.tied,
-        )
-        Qwen3ForCausalLM(config).save_pretrained(path)
+        load = Load(shape, 1, False, False, False, 0, 0)
+        make_model(MemoryCase("qwen3", load)).save_pretrained(path)
         PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0").save_pretrained(path)
         return path
 
