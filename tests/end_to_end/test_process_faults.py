@@ -196,6 +196,17 @@ class Cut:
         wait_until(self.done.exists)
 
 
+@contextmanager
+def cut_off_ranks(run: RunDirectory, path: Path) -> Iterator[tuple[Namespace, list[BaseProcess]]]:
+    """Run attempt 1 on two machines, and set the link between them down in step FAULT_STEP."""
+    cut = Cut(path)
+    with namespace() as machine, ranks(run, 1, cut, machine) as processes:
+        wait_until(cut.reached.exists)
+        machine.set_link("down")
+        cut.done.touch()
+        yield machine, processes
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 300
     while not condition():
@@ -224,11 +235,8 @@ def test_a_network_lost_for_less_than_the_limit(
     material: Material, pair: RunDirectory, tmp_path: Path
 ) -> None:
     """TCP sends the lost packets again, and the job continues."""
-    run, cut = pair_run(tmp_path / "run", material), Cut(tmp_path)
-    with namespace() as machine, ranks(run, 1, cut, machine) as processes:
-        wait_until(cut.reached.exists)
-        machine.set_link("down")
-        cut.done.touch()
+    run = pair_run(tmp_path / "run", material)
+    with cut_off_ranks(run, tmp_path) as (machine, processes):
         time.sleep(OUTAGE_SECONDS)
         assert [process.exitcode for process in processes] == [None, None]
         machine.set_link("up")
@@ -241,11 +249,8 @@ def test_a_lost_network_ends_the_attempt(
     material: Material, pair: RunDirectory, tmp_path: Path
 ) -> None:
     """Packets are lost without an error, so both processes wait for their time limit."""
-    run, cut = pair_run(tmp_path / "run", material), Cut(tmp_path)
-    with namespace() as machine, ranks(run, 1, cut, machine) as processes:
-        wait_until(cut.reached.exists)
-        machine.set_link("down")
-        cut.done.touch()
+    run = pair_run(tmp_path / "run", material)
+    with cut_off_ranks(run, tmp_path) as (_, processes):
         codes = [exit_code(process, run) for process in processes]
     assert codes[0] == codes[1]
     assert_attempt_died(run, codes[0], "another process of the trainer has not answered")
