@@ -3,28 +3,19 @@
 import {el} from "./dom.js";
 import {number} from "./figures.js";
 
-// The smallest value of each colour but the last: probabilities, and differences in nats.
-const PROBABILITIES = [0.9, 0.5, 0.1, 0.01];
-const DIFFERENCES = [2, 0.5, -0.5, -2];
+// `limits` are the smallest values of each colour but the last: probabilities, and differences in nats.
+const PROBABILITY = {
+  limits: [0.9, 0.5, 0.1, 0.01],
+  kind: "likely",
+  labels: ["90% or more", "50% or more", "10% or more", "1% or more", "less than 1%"],
+};
 const CHOICES = {
-  student: {
-    title: "student's probability",
-    value: ({student}) => Math.exp(student),
-    limits: PROBABILITIES,
-    kind: "likely",
-    labels: ["90% or more", "50% or more", "10% or more", "1% or more", "less than 1%"],
-  },
-  teacher: {
-    title: "teacher's probability",
-    value: ({teacher}) => Math.exp(teacher),
-    limits: PROBABILITIES,
-    kind: "likely",
-    labels: ["90% or more", "50% or more", "10% or more", "1% or more", "less than 1%"],
-  },
+  student: {title: "student's probability", value: ({student}) => Math.exp(student), ...PROBABILITY},
+  teacher: {title: "teacher's probability", value: ({teacher}) => Math.exp(teacher), ...PROBABILITY},
   difference: {
     title: "student against teacher",
     value: ({student, teacher}) => student - teacher,
-    limits: DIFFERENCES,
+    limits: [2, 0.5, -0.5, -2],
     kind: "gap",
     labels: ["student higher by 2 nats", "by 0.5 nats", "about equal", "teacher higher by 0.5 nats", "by 2 nats"],
   },
