@@ -18,7 +18,7 @@ MAX_SHARED = 2048
 def test_no_kernel_spills_registers() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     module = "tests.student_trainer.losses.fused.compiled_kernels"
-    command = [sys.executable, "-W", "error", "-m", module]
+    command = [sys.executable, "-W", "error::UserWarning", "-m", module]
     process = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     forms = [json.loads(line) for line in process.stdout.splitlines()]
