@@ -100,7 +100,7 @@ def step_time(job: AnyTraining, shape: ModelShape, load: Load, machine: MachineF
     rollouts, batches = job.rollout_engine, 1.0
     if job.samples:
         engines = load.processes if rollouts is None else max(1, rollouts.replicas)
-        sampling = Sampling(
+        sampling = SamplingLoad(
             shape,
             answers=math.ceil(job.sequences_per_step / engines),
             line=load.line,
@@ -263,7 +263,7 @@ def update_seconds(
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingLoad:
     """What one engine samples in a step.
 
     - shape: sizes of the student.
@@ -302,7 +302,7 @@ class Sampling:
         return min(_VLLM_SEQUENCES, max(1, int(free // self.cache_bytes)))
 
 
-def sampling_seconds(sampling: Sampling, machine: MachineFigures) -> float:
+def sampling_seconds(sampling: SamplingLoad, machine: MachineFigures) -> float:
     """Return the seconds in which an engine samples all answers.
 
     Each decoding step reads all weights, and the keys and values of the answers in progress.

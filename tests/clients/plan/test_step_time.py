@@ -16,7 +16,7 @@ from clients.plan.machines import MACHINES, MachineFigures
 from clients.plan.memory import Load
 from clients.plan.memory_plan import load_of, with_changes
 from clients.plan.step_time import (
-    Sampling,
+    SamplingLoad,
     StepTime,
     best_split,
     sampling_seconds,
@@ -55,7 +55,7 @@ def test_an_update_takes_six_operations_a_weight_and_token() -> None:
 
 def test_one_answer_reads_all_weights_for_each_token() -> None:
     machine = replace(ROUND, bf16=1e30, memory=1e12)
-    one = Sampling(SHAPE, 1, 1000, 1000, 2, draws=0, batch=1, vllm=True)
+    one = SamplingLoad(SHAPE, 1, 1000, 1000, 2, draws=0, batch=1, vllm=True)
     seconds = sampling_seconds(one, machine)
     weights = 2 * (SHAPE.layers * SHAPE.linear_weights + SHAPE.table_weights)
     cache = 2 * 2 * SHAPE.keys * SHAPE.layers * 500
