@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The options may not parse, so the format of errors is found by searching for the flags.
     is_plain = "--no-color" in arguments or bool(os.environ.get("NO_COLOR"))
     output = Output(as_json="--json" in arguments, color=not is_plain)
-    arguments = _move_global_options(arguments)
+    arguments = move_global_options(arguments)
     try:
         command = typer.main.get_command(app)
         code = command.main(arguments, prog_name="distill", standalone_mode=False)
@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(ExitCode.JOB_FAILED)
 
 
-def _move_global_options(arguments: Sequence[str]) -> list[str]:
+def move_global_options(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with the global options first, also those after the command."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     moved_options, others = [], []

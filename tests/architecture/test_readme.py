@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from clients.cli.app import move_global_options
 from tests.architecture.command_reference import PROGRAMS
 from tests.architecture.reference import PAGES, insert_reference
 from tests.documents import DOCUMENTS, ROOT, TYPED, Block, blocks, blocks_in
@@ -63,6 +64,8 @@ def parse_command(command: str) -> None:
 def parse_distill_command(program: str, words: list[str]) -> None:
     if words and words[-1] in ("--help", "-h"):
         return
+    if program == "distill":
+        words = move_global_options(words)
     group = typer.main.get_command(PROGRAMS[program])
     with group.make_context(program, words) as context:
         if not hasattr(context.command, "resolve_command"):
