@@ -60,8 +60,8 @@ def require_narrowing(teacher: TeacherWidth, common: int, label: str, field: str
     """Raise WrongState if a teacher cannot exclude its logits from id `common` on."""
     if common < teacher.vocab_size and not teacher.takes_vocab_size:
         raise WrongState(
-            f"the {label} has logits for {teacher.vocab_size} ids, and cannot exclude the"
-            f" padding ids from {common} on",
+            f"the {label} has logits for {teacher.vocab_size} ids, but cannot exclude the"
+            f" padding ids, {common} and above",
             field=field,
-            hint="use a teacher of this version with the engine hf or vllm",
+            hint="use the engine hf or vllm, and update the teacher to the version of this program",
         )

@@ -148,7 +148,7 @@ def test_a_live_teacher_may_be_wider_than_the_store() -> None:
     }
     store = CapturedStore("rows", "data.path", facts, 9)
     check_live_teacher(replace(INFO, takes_vocab_size=True), "teacher", store)
-    with pytest.raises(WrongState, match="cannot exclude the padding ids from 151665 on"):
+    with pytest.raises(WrongState, match="cannot exclude the padding ids, 151665 and above"):
         check_live_teacher(INFO, "teacher", store)
     narrow_teacher = replace(INFO, vocab_size=151_000, takes_vocab_size=True)
     with pytest.raises(WrongState, match="the number of logits of the teacher differs"):
