@@ -56,8 +56,9 @@ Held-out accuracy before training: {before:.3f}.
 
 ## Differences
 
-Paired differences of the held-out accuracy by seed, in percentage points. A difference whose
-interval contains 0 counts as not shown. By chance, one comparison in twenty counts as shown.
+Paired differences of the held-out accuracy by seed, in percentage points. The result is "not shown"
+if the interval contains 0: the difference is not significant. If two configurations are equal, the
+interval excludes 0 by chance in one comparison of twenty.
 
 {differences}
 

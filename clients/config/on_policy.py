@@ -240,7 +240,7 @@ class OnPolicyJob(TrainingJob):
 
     @property
     def reads_all_columns(self) -> bool:
-        """Whether a teacher renders the records in its own template, or reads other columns."""
+        """True if a teacher's prompt is rendered separately, and so may use any column."""
         return self.other_tokenizer or self.has_other_teacher_prompt
 
     @property

@@ -87,7 +87,7 @@ def locked_directory() -> Path | None:
 
 
 def delete_abandoned() -> None:
-    """Delete this user's directories in memory whose trainers have exited."""
+    """Delete this user's directories in memory (/dev/shm) that no running process has locked."""
     for directory in MEMORY_DISK.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # the lock is held, or another user owns the directory
             descriptor = _lock_directory(directory)

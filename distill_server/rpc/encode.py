@@ -58,7 +58,7 @@ def encode_event(event: JobEvent) -> pb.JobEvent:
 def encode_teacher(
     teacher: TeacherProcess, jobs: Sequence[str], load: TeacherLoad | None = None
 ) -> pb.StartedTeacher:
-    """Convert a teacher of the server; `jobs` are the active jobs that use the teacher."""
+    """Return the message for a teacher of the server. `jobs`: the active jobs that use it."""
     link = teacher.record.link
     return pb.StartedTeacher(
         key=teacher.key,

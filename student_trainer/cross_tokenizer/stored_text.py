@@ -28,10 +28,12 @@ MakeRows = Callable[[Alignment, Ids, RowBlock], AlignedRows]
 class StoredText:
     """Reads pieces of packed text.
 
-    - aligner: its writer is the teacher, its reader the student.
+    - aligner: aligns the teacher's tokens (the writer's) with the student's (the reader's).
     - ends: the teacher's ids that end a document.
     - begins, teacher_begins: the special tokens of student and teacher in front of a document.
-    - longest: maximum tokens of the student's line, which is truncated; None: no limit.
+    - rows: computes the rows of the student's tokens from an alignment, the teacher's ids and the
+      teacher's rows.
+    - longest: maximum tokens of the student's line. A longer line is truncated. None: no limit.
     """
 
     aligner: Aligner

@@ -2,7 +2,8 @@
 
 If a retry may help, a request is tried up to 12 times with growing pauses; see WebClient. The
 evaluation ends if all tries fail, if the server does not know the model (404), or if it rejects the
-key (401, 403). Any other error only refuses its prompt.
+key (401, 403). After any other error, the prompt counts as refused, and the evaluation continues,
+unless three prompts are refused before the first answer.
 """
 
 from __future__ import annotations

@@ -45,8 +45,9 @@ class EngineRollouts(Protocol):
     ) -> Iterator[tuple[int, Rollout]]:
         """Return an iterator of (index of the prompt, its rollout), in order of completion.
 
-        The seed comes from the settings. `weights`: called before each turn. The iterator may be
-        used in another thread. The iterator and this call raise errors of the engine.
+        The seed comes from the settings. `weights` returns the version of the weights to sample
+        with, and is called before each turn. The iterator may be used in another thread. The
+        iterator and this call raise errors of the engine.
         """
 
 

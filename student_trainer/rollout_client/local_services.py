@@ -140,7 +140,9 @@ def rollout_services(config: AnyTraining) -> Iterator[RolloutServices | PlacedSe
 def count_engines(config: AnyTraining, rollouts: RolloutsConfig) -> int:
     """Return the number of engines that the trainer starts.
 
-    On a machine with GPUs, engines without GPUs of their own share the trainer's GPUs.
+    The number is `rollouts.replicas`. Engines without GPUs of their own share the trainer's GPUs,
+    if the machine has GPUs: then there is one engine for each process of the trainer, but at most
+    one for each GPU of the machine.
     """
     shared = len(gpus_here()) if rollouts.replicas and not rollouts.gpus else 0
     return min(config.train.processes, shared) or rollouts.replicas

@@ -1,4 +1,4 @@
-"""The HTTP application: its pages, and the reading, scoring and answering of requests."""
+"""The HTTP application. A page (a route) reads a request, scores its sequences and answers."""
 
 from __future__ import annotations
 
