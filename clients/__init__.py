@@ -191,5 +191,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names too, so that completion shows them before they are imported."""
+    """Return the names of this module and all public names.
+
+    The completion of an editor or a notebook therefore shows the public names before their import.
+    """
     return sorted({*globals(), *__all__})

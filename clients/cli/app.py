@@ -162,7 +162,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def move_global_options(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with the global options first, also those after the command."""
+    """Return the arguments in a new order: first the global options, then all other arguments.
+
+    A user can therefore write a global option such as --json after the command, too.
+    """
     end = arguments.index("--") if "--" in arguments else len(arguments)
     moved_options, others = [], []
     remaining = iter(arguments[:end])

@@ -1,4 +1,6 @@
-"""Selects jobs of a server by name, state, age, owner and labels, and defines these options."""
+"""The selection of jobs by job ids or by options such as --state, and the definition of these
+options.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,12 @@ def jobs_in(
     own_only: bool = False,
     labels: Mapping[str, str] | None = None,
 ) -> Sequence[Job]:
-    """Return the jobs in these states: queued jobs first, so that none of them starts when a
-    running job is cancelled; then the oldest first.
+    """Return the jobs in one of `states`: first the queued jobs, then all others, each oldest
+    first.
 
-    `older_than_seconds`, `own_only` and `labels` are arguments of DistillClient.list, where the
-    server's clock counts.
+    The caller cancels jobs in this order. A queued job then cannot start in the place of a running
+    job that was cancelled before it. `older_than_seconds`, `own_only` (`mine` there) and `labels`:
+    filters; see DistillClient.list.
     """
     jobs = client.list(
         state=states,
@@ -48,7 +51,10 @@ def jobs_in(
 
 
 def seconds_of(text: str) -> float:
-    """Return the seconds of a time such as `30d`, `12h` or `90m`; raises InvalidInput."""
+    """Return the duration in `text`, such as `30d`, `12h` or `90m`, in seconds.
+
+    Raises InvalidInput if `text` is no such duration.
+    """
     match = _TIME.fullmatch(text)
     if match is None:
         raise InvalidInput(
@@ -84,7 +90,7 @@ LabelOption = Annotated[
 
 @dataclass(frozen=True)
 class Choice:
-    """A selection of jobs by names or by options. An empty selection is an error."""
+    """The jobs that the user selects: by name (`names`), or by options (all other fields)."""
 
     names: Sequence[str] | None = None
     every: bool = False
@@ -98,11 +104,10 @@ class Choice:
         return bool(self.every or self.state or self.older_than or self.own_only or self.labels)
 
     def ids(self, client: DistillClient, states: Collection[JobState]) -> Sequence[str]:
-        """Return the given names, or the ids of the jobs that match the options, in the order of
-        `jobs_in`.
+        """Return the given names. Without names, return the ids of the jobs that match the options.
 
-        `states`: job states that the command supports. Raises InvalidInput for an empty selection,
-        and if both names and options are given.
+        `states`: job states that the command supports. The ids are in the order of `jobs_in`.
+        Raises InvalidInput if the user gave neither names nor options, or both.
         """
         options = "--all, --mine, --label, --state and --older-than"
         if self.names:

@@ -36,11 +36,12 @@ class Output:
         print(json.dumps(record) if self.as_json else text, flush=True)
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
-        """Print a table.
+        """Print a table with a row for each element of `rows`.
 
-        With --json: one object with all keys of `rows` under `name`. Else: the columns `columns`,
-        aligned. On a terminal, columns and cells that do not fit are left out and cut (see
-        `table_lines`); `distill show` prints all of a job.
+        With --json: one object that has the list `rows` under the key `name`, with all keys of each
+        row. Otherwise: aligned text with only the columns in `columns`. If a terminal is too
+        narrow, some columns are left out and long cells are cut (see `table_lines`). `distill show`
+        prints all values of a job.
         """
         if self.as_json:
             print(json.dumps({name: list(rows)}))
@@ -62,7 +63,7 @@ class Output:
             print(sentence, file=sys.stderr, flush=True)
 
     def fail(self, error: DistillError) -> None:
-        """Print an error to stderr, with --json as `{"error": {...}}`."""
+        """Print an error to stderr: as a sentence, or with --json as `{"error": {...}}`."""
         if self.as_json:
             record = {
                 "code": error.code.value,
@@ -82,7 +83,7 @@ class Output:
         return sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not self.quiet
 
     def for_people(self) -> Output:
-        """Return a copy that prints text, to show progress in addition to a JSON result."""
+        """Return a copy that prints text even with --json, for progress before a JSON result."""
         return replace(self, as_json=False)
 
     def console(self, *, stderr: bool = True) -> Console:
@@ -93,8 +94,8 @@ class Output:
 
     @contextmanager
     def stage(self, title: str) -> Iterator[None]:
-        """Announce a long operation: with a spinner on a terminal, otherwise with a line at its
-        start.
+        """Print `title` before a long operation: with a spinner on a terminal, otherwise as one
+        line.
         """
         if not self.live:
             self.say(f"{title} ...")

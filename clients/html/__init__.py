@@ -13,7 +13,7 @@ _SELECTOR = f".{_CLASS}" * 3
 
 
 def html_page(title: str, body: Iterable[str]) -> str:
-    """Return an HTML page with the style of reports. `body`: HTML."""
+    """Return a whole HTML page with the style of reports. `body`: pieces of HTML."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -24,10 +24,10 @@ def html_page(title: str, body: Iterable[str]) -> str:
 
 
 def notebook_html(body: Iterable[str]) -> str:
-    """Return HTML for the output of a notebook. `body`: HTML.
+    """Return HTML for the output of a notebook. `body`: pieces of HTML.
 
-    The style is that of reports. It applies to this output alone, and is light or dark as the
-    browser prefers.
+    The HTML contains the style of reports. The style applies only to this output of the notebook.
+    It is light or dark, as the user has set in the browser.
     """
     return f'<div class="{_CLASS}"><style>{_notebook_style()}</style>{"".join(body)}</div>'
 

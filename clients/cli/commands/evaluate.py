@@ -144,7 +144,12 @@ def _require_packages(config: ExamConfig) -> None:
 
 
 def _name_models(models: Sequence[str], *, local: bool) -> dict[str, str]:
-    """Return the models by display name. A run directory gives its export and its anchor."""
+    """Return the path, hub id or served name of each model, by display name.
+
+    Each element of `models` is MODEL or NAME=MODEL. `local`: the models run on this machine. A
+    MODEL that is a run directory then gives the exported model, and also the exported anchor if it
+    exists. Raises InvalidInput for a display name that is not valid or occurs twice.
+    """
     paths_by_name: dict[str, str] = {}
     for argument in models:
         name, equals, model = argument.partition("=")
@@ -167,7 +172,11 @@ def _name_models(models: Sequence[str], *, local: bool) -> dict[str, str]:
 
 
 def _require_model(path: str) -> None:
-    """Raise NotFound if `path` is neither a directory nor a hub id, or is a misspelt directory."""
+    """Raise NotFound if `path` is no directory, and cannot be a hub id.
+
+    A path that resembles the name of an existing directory is taken for a spelling error, and is
+    refused, too.
+    """
     directory = Path(path)
     if directory.is_dir():
         return

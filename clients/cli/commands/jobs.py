@@ -267,7 +267,9 @@ def pin(
 
 
 def _confirm_removal(output: Output, jobs: Sequence[Job]) -> None:
-    """Ask on the terminal whether to remove the jobs; raises InvalidInput if there is none."""
+    """Ask the user on the terminal whether to remove the jobs. Raises InvalidInput without a
+    terminal.
+    """
     description = jobs[0].id if len(jobs) == 1 else f"{len(jobs)} jobs"
     if not sys.stdin.isatty():
         raise InvalidInput(
@@ -286,11 +288,15 @@ def _apply_to_jobs(
     *,
     stop_on_error: bool,
 ) -> None:
-    """Call `act` for each job and print the results.
+    """Call `act` for each job id in `jobs`, and print the results.
 
-    `stop_on_error`: true if the user named the jobs. The first error then skips the remaining jobs.
-    Otherwise only an error that every job would get stops the loop: an unreachable server, or a
-    token without the role. Raises the first error at the end.
+    - `act`: changes one job on the server, and returns the changed job
+    - `line_of`: returns the line to print for a changed job
+    - `stop_on_error`: True skips the jobs after the first error; used if the user named the jobs
+
+    With `stop_on_error` False, only an error that every further job would also get stops the loop:
+    an unreachable server, or a refused token. All errors but the first are printed. Raises the
+    first error at the end.
     """
     changed_jobs: list[Job] = []
     faults: list[DistillError] = []
@@ -340,7 +346,11 @@ def max_steps_of(sets: list[str]) -> int | None:
 
 
 def print_jobs(output: Output, jobs: Sequence[Job], lines: Sequence[str]) -> None:
-    """Print one job as `Output.result` does, and several under the key `jobs`."""
+    """Print the jobs: `lines`, or with --json one object.
+
+    With --json, the object is the job if there is one job. Otherwise it has the jobs in a list
+    under the key `jobs`.
+    """
     facts = [facts_of(job) for job in jobs]
     output.result(facts[0] if len(facts) == 1 else {"jobs": facts}, "\n".join(lines))
 

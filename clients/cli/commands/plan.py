@@ -14,7 +14,7 @@ from protos.errors import ExitCode, InvalidInput
 
 
 class MachineName(StrEnum):
-    """The GPUs of `clients/plan/machines.py`."""
+    """The names of the GPUs that `clients/plan/machines.py` describes."""
 
     A100 = "A100"
     H100 = "H100"

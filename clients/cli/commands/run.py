@@ -70,9 +70,10 @@ def run(
 
 
 def _resume_or_finish(path: Path, job: AnyJob, output: Output) -> ExitCode:
-    """Resume the job of a run directory. If the job has succeeded, return OK at once.
+    """Resume the job of the run directory `path`. If the job has succeeded, return OK at once.
 
-    `job`: the job of the file. Raises InvalidInput (`--dir`) if the directory has another job.
+    `job`: the job in the job file that the user gave. Raises InvalidInput (`--dir`) if the run
+    directory belongs to a job with other values.
     """
     from clients.local.directory import reopen_run
     from clients.runs.directory import RunDirectory
@@ -98,12 +99,14 @@ def _resume_or_finish(path: Path, job: AnyJob, output: Output) -> ExitCode:
 def run_new(
     job: str, job_overrides: list[str], runs: Path, output: Output, directory: str = ""
 ) -> ExitCode:
-    """Run the first attempt of the job in a file, in a new run directory in `runs`.
+    """Create a run directory for the job file `job`, and run the first attempt of the job.
 
-    `directory`: path of the run directory, instead of a new directory in `runs`.
+    - `job_overrides`: KEY=VALUE strings that replace values of the job file
+    - `runs`: parent of the new run directory
+    - `directory`: path of the run directory itself; if it is not "", `runs` is not used
 
-    Returns the exit code of the command. If the trainer's preflight refuses the job, removes the
-    run directory and raises the trainer's error.
+    Returns the exit code of the command. If the trainer's preflight refuses the job, this function
+    removes the run directory and raises the trainer's error.
     """
     from clients.config.file import load_job
     from clients.local.directory import create_run, with_absolute_paths

@@ -117,11 +117,11 @@ def _print_planned_uploads(output: Output, configs: Sequence[AnyJob]) -> bool:
 
 
 def _print_server_paths(output: Output, configs: Sequence[AnyJob], *, are_absolute: bool) -> None:
-    """Print the paths that do not exist on this machine, with similar local paths, and the hub ids
-    that may be misspelt directories.
+    """Print the paths in the jobs that do not exist on this machine, and doubtful hub ids.
 
-    `are_absolute`: print the absolute paths; else the relative ones, which the server looks up in
-    its own working directory.
+    Such a path is taken as a path of the server. A similar local path is printed with it. A hub id
+    is doubtful if it may be a misspelt directory. `are_absolute`: True prints only absolute paths,
+    False only relative paths, which the server looks up in its own working directory.
     """
     from clients.config.file import is_absolute
     from clients.jobs.upload import paths_of_server
@@ -139,7 +139,10 @@ def _print_server_paths(output: Output, configs: Sequence[AnyJob], *, are_absolu
 
 
 def _check_with_server(settings: ClientSettings, configs: Sequence[AnyJob]) -> None:
-    """Raise the error that a submission would raise. An unreachable server is only reported."""
+    """Ask the server to check the jobs, and raise the error that a submission would raise.
+
+    If the server cannot be reached, this function prints a message and raises no error.
+    """
     try:
         with settings.client() as client:
             client.check(*configs)
@@ -222,7 +225,7 @@ class UploadReport:
         self._next_line_at = 0.0
 
     def __call__(self, progress: UploadProgress) -> None:
-        """Print the progress, unless the last line is too recent."""
+        """Print the progress at the start or end of an upload, or 10 s after the last line."""
         is_complete = progress.sent_bytes == progress.size
         if not (progress.begins or is_complete or time.monotonic() >= self._next_line_at):
             return

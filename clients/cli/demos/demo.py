@@ -122,7 +122,10 @@ def clear(directory: Path, output: Output) -> None:
 
 
 def fill_directories(command: tuple[str, ...], directory: Path) -> list[str]:
-    """Return the command with the demo's directories in place of {data}, {teacher} and so on."""
+    """Return the parts of a command with paths instead of {data}, {teacher}, {student} and so on.
+
+    The paths are subdirectories of the demo's `directory`.
+    """
     names = ("data", "teacher", "student", "cache", "jobs")
     return [part.format_map({name: directory / name for name in names}) for part in command]
 
@@ -195,7 +198,10 @@ def _watch_job(client: DistillClient, job_id: str, directory: Path, output: Outp
 
 @contextmanager
 def _cancelled_on_error(client: DistillClient, job_id: str, output: Output) -> Iterator[None]:
-    """Cancel the job if the demo is interrupted, because a job continues without its server."""
+    """If an exception leaves the block, cancel the job and wait up to 30 s for its end.
+
+    Without this, the job would continue after the demo has stopped the server.
+    """
     from clients.cli.demos.services import uninterrupted
 
     try:

@@ -36,9 +36,10 @@ class Display(Protocol):
 
 @contextmanager
 def display(output: Output, progress: JobView) -> Iterator[Display]:
-    """Enter the display for the output: JSON Lines, a live block, or plain lines.
+    """Yield the display that fits the output settings: JSON Lines, a live block, or plain lines.
 
-    The caller adds each event to `progress` before it passes the event to `show`.
+    `progress`: the state of the job that the display shows. The caller adds each event to
+    `progress`, and then passes the event to `show`.
     """
     if output.as_json:
         yield JsonLines()
@@ -85,7 +86,9 @@ class LiveBlock:
             self._console.print(f"step {event.step:>6}  {figures}", markup=False)
 
     def render(self) -> RenderableType:
-        """Return the block. rich calls this method from its own thread, four times per second."""
+        """Return the block for drawing. rich calls this method from its own thread, 4 times per
+        second.
+        """
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -107,7 +110,7 @@ class LiveBlock:
 def conclude(output: Output, job: JobView, **extra: Any) -> ExitCode:
     """Print the last line of a finished job, and return the exit code for its state.
 
-    `extra`: further names and values to print. With --json nothing is printed.
+    `extra`: more values to print, by name. With --json nothing is printed.
     """
     if not output.as_json:
         parts = [f"{job.job_id} {job.state}", f"{job.step}/{job.max_steps} steps"]

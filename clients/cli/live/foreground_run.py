@@ -29,8 +29,10 @@ def run_attempt(
 ) -> tuple[JobView, ExitCode]:
     """Run one attempt to its end and show its progress. Only for the main thread (signal handlers).
 
-    Returns the job's final view, and the trainer's exit code: INTERRUPTED after Ctrl-C, JOB_FAILED
-    for a code that is no ExitCode. `inherited`: file descriptors that the trainer inherits.
+    `inherited`: file descriptors that the trainer process inherits.
+
+    Returns the final state of the job and the exit code of the command. This is the trainer's exit
+    code, or INTERRUPTED after Ctrl-C, or JOB_FAILED if the trainer's code is not an ExitCode.
     """
     config = run.config()
     progress = JobView(run.path.name, attempt=attempt, max_steps=config.max_steps)
@@ -63,10 +65,11 @@ def run_attempt(
 
 
 class _StopSignals:
-    """Signal handlers. The first signal requests a checkpoint and a stop; a later Ctrl-C kills.
+    """The signal handlers of a foreground run.
 
-    SIGTERM and SIGHUP never kill. Batch systems send SIGTERM more than once, and send SIGKILL when
-    the time for a checkpoint is over.
+    The first signal asks the trainer to write a checkpoint and stop. A later Ctrl-C kills the
+    trainer. SIGTERM and SIGHUP never kill it: batch systems send SIGTERM more than once, and send
+    SIGKILL when the time for a checkpoint is over.
     """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -36,12 +36,14 @@ _GUARD = (
 def foreground_teacher(
     config: AnyJob, run: RunDirectory, output: Output
 ) -> Iterator[Sequence[int]]:
-    """Run the teacher of the job in the context, if the job needs one. Only for the main thread.
+    """Run the teacher of the job during the block, if the job needs one. Only for the main thread.
 
-    Yields the file descriptors that the trainer must inherit. If this process is killed, the
-    teacher then exits with the trainer. The log is teacher.log in the run directory. In the
-    context, SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does. Raises InvalidInput with
-    the teacher's reason if the teacher cannot start.
+    Yields file descriptors that the trainer must inherit. A guard process stops the teacher when
+    this process and the trainer have both exited, even if this process was killed. The teacher
+    writes its log to teacher.log in the run directory. During the block, SIGTERM and SIGHUP raise
+    KeyboardInterrupt, as SIGINT does.
+
+    Raises InvalidInput with the teacher's error text if the teacher cannot start.
     """
     teacher = config.started_teacher
     if teacher is None:
@@ -92,9 +94,9 @@ def wait_for_teachers(config: AnyJob, output: Output) -> None:
 
 
 def _find_absence(client: TeacherClient) -> Unavailable | None:
-    """Return the error of a teacher that does not answer yet, otherwise None.
+    """Return the error if the teacher does not answer, or is not ready yet; otherwise None.
 
-    The trainer reports all other errors.
+    Any other error, such as a refused token, also gives None: the trainer reports it.
     """
     try:
         client.info()
@@ -106,9 +108,10 @@ def _find_absence(client: TeacherClient) -> Unavailable | None:
 
 
 def _start_teacher(command: Sequence[str], file: Path, guard_pipe: int) -> subprocess.Popen[bytes]:
-    """Start the teacher. Its process first writes its process group to `guard_pipe`.
+    """Start the teacher process, with its output in `file`, and return the process.
 
-    The guard can therefore stop the teacher even if this process is killed right after the start.
+    The new process writes its process group to `guard_pipe` before it runs the teacher. The guard
+    can therefore stop the teacher even if this process is killed right after the start.
     """
     with file.open("wb") as log:
         return subprocess.Popen(
@@ -135,10 +138,11 @@ def _stop_teacher(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def _start_guard() -> Iterator[int]:
-    """Yield a file descriptor. The caller writes the number of a process group and a line break to
-    it.
+    """Start a guard process, and yield a file descriptor (a pipe) for the number of a process
+    group.
 
-    The guard stops the process group when all processes that hold the descriptor have exited.
+    The process to guard writes the number of its process group and a line break to the descriptor.
+    The guard stops this process group when all processes that hold the descriptor have exited.
     """
     end, guard_pipe = os.pipe()
     guard = subprocess.Popen(
@@ -159,7 +163,10 @@ def _start_guard() -> Iterator[int]:
 
 
 def _wait_for_address(process: subprocess.Popen[bytes], file: Path) -> str:
-    """Wait, without a time limit, until the teacher listens: loading a model can take long."""
+    """Wait until the teacher listens, and return its HOST:PORT.
+
+    The wait has no time limit, because loading a model can take long.
+    """
     while True:
         has_ended = process.poll() is not None
         log_text = file.read_text(encoding="utf-8", errors="replace")
