@@ -109,6 +109,10 @@ def test_the_wheel_ships_what_is_not_python(wheel: set[str]) -> None:
     assert models
     shipped |= {str(path.relative_to(ROOT)) for path in models}
     assert shipped | {"protos/teacher.proto", "protos/teacher_pb2.pyi"} <= wheel
-    pages = {str(path.relative_to(ROOT)) for path in ROOT.glob("distill_server/*/static/*")}
+    pages = {
+        str(path.relative_to(ROOT))
+        for path in ROOT.glob("distill_server/*/static/**/*")
+        if path.is_file()
+    }
     assert pages
     assert pages <= wheel

@@ -48,7 +48,7 @@ def test_what_is_sent_to_the_builder_is_what_the_package_is_made_of() -> None:
     assert {path.split("/")[0] for path in context_files} == set(CONTEXT_PATHS)
     build_inputs = {
         PROJECT["readme"],
-        *PROJECT["license-files"],
+        *(name.split("/")[0] for name in PROJECT["license-files"]),
         "pyproject.toml",
         "constraints.txt",
     }

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -173,19 +174,21 @@ def run_command(arguments: list[str], log: object, limit: float) -> int | None:
     """Run Python in a process group; return its exit code, or None at the limit."""
     command = [sys.executable, *arguments]
     options = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+    # A shell starts background programs with SIGINT ignored, and a child would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(command, cwd=SOURCE, env=environment(), **options)
     try:
         return process.wait(limit)
     except subprocess.TimeoutExpired:
         pass
     finally:
-        for number in (signal.SIGINT, signal.SIGKILL):  # pytest writes its report at an interrupt
-            if process.poll() is None:
-                os.killpg(process.pid, number)
-                try:
-                    process.wait(GRACE)
-                except subprocess.TimeoutExpired:
-                    continue
+        if process.poll() is None:  # pytest writes its report at an interrupt
+            os.killpg(process.pid, signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+        with suppress(ProcessLookupError):  # it and its children
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     return None
 
 

@@ -48,6 +48,7 @@ CLIENT = [
     ("ls", 0),
     ("--json ls", 0),
     ("table @last", 0),
+    ("tree @last", 0),
     ("show @last", 0),
     ("watch @last", 0),
     ("logs @last", 0),

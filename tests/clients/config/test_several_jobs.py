@@ -14,7 +14,7 @@ TOML = """\
 [[job]]
 name = "rows"
 method.type = "capture"
-data.path = "x.jsonl"
+data = { path = "x.jsonl", tokenizer = "tiny" }
 
 [[job]]
 name = "student"
@@ -29,7 +29,7 @@ YAML = """\
 job:
   - name: rows
     method: {type: capture}
-    data: {path: x.jsonl}
+    data: {path: x.jsonl, tokenizer: tiny}
   - name: student
     student:
       model: tiny

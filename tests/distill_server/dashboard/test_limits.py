@@ -124,11 +124,11 @@ def test_readers_do_not_hold_up_the_end(make_site: Callable[..., Site]) -> None:
     job = site.submit(name="pause=0.05", max_steps=2000)
     feeds = [site.messages(f"/api/jobs/{job}/{feed}") for feed in ("events", "log", "events")]
     for feed in feeds:
-        assert next(feed)[0] in ("steps", "text")
+        assert next(feed)[0] in ("extremes", "text")
     assert site.stop() == 0
     # Each feed ended as a complete answer: a broken one would raise here.
     for feed in feeds:
-        assert {kind for kind, _, _ in feed} <= {"steps", "text", "fault"}
+        assert {kind for kind, _, _ in feed} <= {"extremes", "steps", "text", "fault"}
     log_text = site.log.read_text()
     assert "Traceback" not in log_text
     assert "Cancel" not in log_text

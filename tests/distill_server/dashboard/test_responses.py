@@ -160,7 +160,10 @@ def test_a_reader_that_comes_back_gets_each_event_once(site: Site) -> None:
     seqs: list[int] = []
     last_id = ""
     while site.job(job)["state"] != "SUCCEEDED" or seqs[-1] < site.job(job)["last_seq"]:
-        kind, last_id, events = next(site.messages(path, after=last_id))
+        messages = site.messages(path, after=last_id)
+        if not last_id:
+            assert next(messages)[0] == "extremes"
+        kind, last_id, events = next(messages)
         assert kind == "steps"
         seqs += events["seq"]
     assert seqs == list(range(1, len(seqs) + 1))
@@ -297,12 +300,17 @@ def test_prometheus_reads_what_the_server_did(make_site: Callable[..., Site]) ->
     failed_id = site.submit(name="crash_at=2 every=100", max_steps=3)
     eventually(lambda: site.job(succeeded_id)["state"] == "SUCCEEDED")
     eventually(lambda: site.job(failed_id)["state"] == "FAILED")
-    site.ask("/metrics")  # the disk is measured for the next scrape
-    families = {
-        family.name: {tuple(s.labels.values()): s.value for s in family.samples}
-        for family in text_string_to_metric_families(site.ask("/metrics").body.decode())
-        if not family.name.startswith("process_")
-    }
+
+    def scrape() -> dict[str, dict[tuple[str, ...], float]]:
+        return {
+            family.name: {tuple(s.labels.values()): s.value for s in family.samples}
+            for family in text_string_to_metric_families(site.ask("/metrics").body.decode())
+            if not family.name.startswith("process_")
+        }
+
+    # A scrape starts the measurement of the disk, and a later one has its result.
+    eventually(lambda: "distill_server_disk_bytes" in scrape())
+    families = scrape()
     jobs = families["distill_server_jobs"]
     assert {state: int(count) for (state,), count in jobs.items() if count} == {
         "SUCCEEDED": 1,

@@ -231,7 +231,12 @@ def test_a_store_of_something_else_is_refused(
         ({"teacher__engine": "hf"}, InvalidInput, "teacher.model", "no such file: vocab=64"),
         ({"data__tokenizer": "empty"}, InvalidInput, "data.tokenizer", "cannot load the tok"),
         ({"teacher__top_k": 0}, InvalidInput, "teacher.top_k", "only with tail samples"),
-        ({"data__tokenizer": None, "teacher__model": None}, InvalidInput, "data.tokenizer", "no "),
+        (
+            {"data__tokenizer": None, "teacher__model": None},
+            InvalidInput,
+            "data.tokenizer",
+            "needs a ",
+        ),
         ({"data__path": "none.jsonl"}, InvalidInput, "data.path", "no such file"),
         ({"method__max_tokens": 2}, InvalidInput, "data.path", "no sequence of at most 2"),
     ],
