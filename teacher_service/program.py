@@ -282,7 +282,10 @@ class _Program:
             raise SystemExit(1)
 
     async def _load(self, stack: AsyncExitStack) -> None:
-        """Open HTTP on `stack`, load the engine, open cache and dispatcher, and begin to answer."""
+        """Start the HTTP API, load the engine, open cache and dispatcher, and begin to answer.
+
+        Everything that is opened is closed when `stack` is closed.
+        """
         settings, metrics = self._settings, self._metrics
         app, front = LoadingApp(self._progress), AsyncExitStack()
         await stack.enter_async_context(front)

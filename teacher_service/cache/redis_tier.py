@@ -207,7 +207,7 @@ class RedisTier:
             await asyncio.wait([self._writer])
 
     async def close(self) -> None:
-        """Finish queued lookups and writes, then close the connection; each within 1 s."""
+        """Finish the queued lookups and writes, each within 1 s, then close the connection."""
         tasks = [task for task in (self._reader, self._writer) if task is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)

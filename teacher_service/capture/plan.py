@@ -82,7 +82,9 @@ class CapturePlan:
         return f"left out: {self.too_long} too long, {self.empty} with nothing to score"
 
     def files_of(self, index: int, count: int) -> range:
-        """Return the file numbers of part `index` (from 0) of `count` parts of the data."""
+        """Return the file numbers of part `index` (from 0) of all files, if there are `count`
+        parts.
+        """
         total = len(self.files) - 1
         return range(total * index // count, total * (index + 1) // count)
 

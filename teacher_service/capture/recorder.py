@@ -56,7 +56,7 @@ class Recorder:
             self.write_line()
 
     def write_line(self) -> None:
-        """Write a line of metrics for the rows since the last line; no line without such rows."""
+        """Write a line of metrics for the rows since the last line, if there are new rows."""
         if not self._rows:
             return
         now = time.monotonic()

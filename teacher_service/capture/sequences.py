@@ -106,7 +106,7 @@ class SequenceReader:
         yield from self._source.rows(self._encoder.columns)
 
     def _pack_documents(self) -> Iterator[CaptureSequence]:
-        """Yield pieces of `max_tokens` tokens of the joined documents, each with an end token."""
+        """Join the documents, each with an end token, and yield pieces of `max_tokens` tokens."""
         end_id = self._tokenizer.eos_token_id
         if end_id is None:
             raise InvalidInput(

@@ -82,8 +82,8 @@ class TeacherFacts:
     def narrow(self, width: int, tokenizer: Any) -> TeacherFacts:
         """Return the facts of this teacher for a student with `width` logits.
 
-        The rows then cover the ids that teacher and student have in common. Raises WrongState if an
-        id that only one of the two has is a token and not padding.
+        The rows then cover only the ids that teacher and student have in common. Every id that only
+        one of them has must be padding: if it is a token, raises WrongState.
         """
         common_size = common_ids(width, self.vocab_size, "teacher", tokens_of(tokenizer))
         require_narrowing(self, common_size, "teacher", "student.model")

@@ -72,7 +72,7 @@ class EndpointEngine:
         - tokenizer: directory or hub id.
         - served_model: the model's name at the server; "" means the server's only model.
         - max_top_k: maximum number of head ids of a row.
-        - step_tokens: half of the tokens that are in flight; see Feeder.
+        - step_tokens: a quarter of the maximum number of tokens in flight; see Feeder.
         - wires: request formats; the first format that the server answers is used.
 
         $DISTILL_ENDPOINT_KEY is sent as a bearer token.

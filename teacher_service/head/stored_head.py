@@ -191,7 +191,7 @@ def _find_quantised_tensor(tensors: Mapping[str, _TensorInfo], weight: str) -> s
 def _classify_scales(
     weight: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int] | None
 ) -> str:
-    """Return what one scale covers: "tensor", "row" or "block"; "": unknown."""
+    """Return the part of a weight that one scale covers: "tensor", "row", "block"; "": unknown."""
     if math.prod(scales) == 1:
         return "tensor"
     if scales in ((weight[0],), (weight[0], 1)):

@@ -41,7 +41,10 @@ class Vocabulary:
         return weights.sum(-1)
 
     def draw(self, weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ids [n, M] that `uniforms` select, see `draw`, and their weights [n, M]."""
+        """Return the ids [n, M] that `uniforms` select from `weights`, and their weights [n, M].
+
+        See `tail_samples.draw`.
+        """
         sample_ids = draw(weights, uniforms)
         return sample_ids, weights.gather(-1, sample_ids)
 

@@ -45,7 +45,13 @@ _PIECE_ENTRIES = 8192
 
 
 class Part(NamedTuple):
-    """Characters, uint8 [..., width], and a mask of those to keep; both broadcast over entries."""
+    """A part of the text of each entry: an array of characters, and a mask of the used ones.
+
+    - chars: ASCII codes, uint8 [..., width]; an array [width] is the same text for every entry.
+    - mask: bool [..., width], True for a character that is in the text.
+
+    Both arrays broadcast over the entries.
+    """
 
     chars: NDArray[np.uint8]
     mask: Mask
@@ -111,7 +117,7 @@ def _concatenate_columns(
 
 
 def _format_digits(values: NDArray[Any], width: int) -> NDArray[np.uint8]:
-    """Return the last `width` <= 9 decimal digits, uint8 [..., width]."""
+    """Return the last `width` (at most 9) decimal digits of each value, uint8 [..., width]."""
     digits = np.empty((*values.shape, width), np.uint8)
     remaining_digits = values.astype(np.uint32)
     for place in range(width - 1, -1, -1):

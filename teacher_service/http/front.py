@@ -40,7 +40,7 @@ class LoadingApp:
         self._app = make_app(teacher)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+        """Pass a request to the teacher's pages, or answer with status 503 while it loads."""
         app = self._app or fault_answer(build_loading_error(self._progress))
         await app(scope, receive, send)
 

@@ -35,7 +35,7 @@ class TokenGate:
         self._host = host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer with the refusal, before its body is read."""
+        """Pass an allowed request to the application, or refuse it before its body is read."""
         assert scope["type"] == "http"
         try:
             self._admit(Headers(scope=scope), scope["path"])

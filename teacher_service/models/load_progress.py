@@ -29,7 +29,7 @@ class LoadProgress:
 
     @contextmanager
     def follow_process(self) -> Iterator[Path]:
-        """Yield a file in which another process writes the share with `write_share`."""
+        """Yield a file; another process writes the share of the stage to it with `write_share`."""
         with tempfile.NamedTemporaryFile(prefix="distill-load-") as file:
             self._file = Path(file.name)
             try:
@@ -51,7 +51,7 @@ class LoadProgress:
 
     @contextmanager
     def follow_transformers(self) -> Iterator[None]:
-        """Follow the progress bar of transformers, which counts tensors, inside the block."""
+        """In the block, take the share from transformers' progress bar, which counts tensors."""
         from transformers.utils import logging as transformers_logging
 
         def wrap_bar(

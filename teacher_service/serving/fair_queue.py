@@ -80,10 +80,10 @@ class QueuedQuery:
 class FairQueue:
     """Orders queries by start-time fair queueing, in tokens (Goyal et al. 1996).
 
-    A query waits for earlier queries of its sender, and for an equal number of tokens of each other
-    sender. Senders with the same turn are served in order of arrival; all senders start with the
-    same turn. The engine computes each query completely. Use this class from one event loop; any
-    thread may read `tokens`.
+    A query waits for the earlier queries of its sender. Meanwhile, each other sender gets the same
+    number of tokens as this sender. Queries with the same turn are computed in order of arrival.
+    All senders start with the same turn. The engine computes each query completely. Use this class
+    from one event loop; any thread may read `tokens`.
     """
 
     def __init__(self, max_bytes: int = MAX_QUEUED_BYTES) -> None:

@@ -139,7 +139,7 @@ class Feeder(Dispatcher):
                 entry.answer.set_exception(build_stopping_error() if self.broken else answer)
 
     async def _score_with_retry(self, query: ScoreQuery, schedule: QuerySchedule) -> EngineAnswer:
-        """Return the rows of a query. A failed query is retried once, for transient errors."""
+        """Return the rows of a query. If it fails, try once more: the error may be transient."""
         info, start = self._engine.info, time.perf_counter()
         try:
             block = await self._continuous.score_one(query, schedule)

@@ -128,7 +128,7 @@ def _size_error(message: str) -> InvalidInput:
 
 @dataclass(frozen=True)
 class _AnswerEnd:
-    """A marker in the queue after the last chunk of an answer whose rows take `size` bytes."""
+    """The queue's entry after the last chunk of an answer; `size` is the answer's bytes."""
 
     size: int
 
@@ -136,9 +136,12 @@ class _AnswerEnd:
 class ScoreStream:
     """The tasks of one Score call: a reader, and one task per request in flight.
 
-    `answer` yields the chunks of one request, and raises an error for a request that exceeds
-    `limits`. `budget` bounds the answers of all streams; None creates a budget for this stream
-    alone. `cancel` stops all tasks. Create the object inside a running event loop.
+    - answer: a function that yields the chunks of one request, or raises an error for the request,
+      for example if the request exceeds `limits`.
+    - limits: the limits of the teacher.
+    - budget: limits the answers of all streams; None creates a budget for this stream alone.
+
+    `cancel` stops all tasks. Create the object inside a running event loop.
     """
 
     def __init__(
