@@ -141,7 +141,7 @@ def _create_policy(
 def _run_without_server(
     runs: Path, database: Path, backup: Path | None, source: Path | None
 ) -> None:
-    """Run --backup and --import, in this order."""
+    """Make the backup of --backup first, then the import of --import; no server is started."""
     from distill_server.jobs.database import back_up
 
     if backup is not None:
@@ -151,7 +151,10 @@ def _run_without_server(
 
 
 def _import_runs(runs: Path, database: Path, source: Path) -> None:
-    """Print a line for each run directory; exit with 1 if one was refused."""
+    """Import the run directories in `source` and print a line for each of them.
+
+    Exits with code 1 if the import refused a directory.
+    """
     from distill_server.jobs.database import open_database
     from distill_server.jobs.runs_owner import own_runs
     from distill_server.retention.imports import import_runs

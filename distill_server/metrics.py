@@ -1,7 +1,7 @@
 """Prometheus metrics of a distill server.
 
-Gauges are read from the database at each scrape. Counters count since the start of the server: in
-the database they would fall when jobs are removed.
+Gauges are read from the database at each scrape. Counters count since the start of the server. They
+are not read from the database, because their values would fall when jobs are removed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ class ServerMetrics(Collector):
         files: RunFiles,
         refusals: Counter[str] | None = None,
     ) -> None:
-        """`teachers` are the teachers that the server runs, `refusals` counts by error code."""
+        """`teachers` are the teachers that the server runs.
+
+        `refusals` has the number of refused calls by error code.
+        """
         self._refusals = Counter() if refusals is None else refusals
         self._store = store
         self._slots = machine.slots

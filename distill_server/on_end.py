@@ -57,7 +57,7 @@ class EndCommand:
             log.warning("--on-end: not run for job %s, %d others wait", job.id, _MAX_WAITING)
 
     def _close(self) -> None:
-        """Kill the running command at the server's end, and log the jobs that are not reported."""
+        """At the server's end, kill the running command and log the jobs without a command."""
         with contextlib.suppress(queue.Empty):
             while True:
                 log.warning("--on-end: not run for job %s", self._ended_jobs.get_nowait().id)

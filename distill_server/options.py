@@ -10,7 +10,7 @@ import typer
 
 
 class OnStop(StrEnum):
-    """What happens to the trainers when the server stops at SIGTERM or SIGINT."""
+    """Whether the trainers continue or stop when the server stops at SIGTERM or SIGINT."""
 
     LEAVE = "leave"
     CHECKPOINT = "checkpoint"

@@ -1,4 +1,4 @@
-"""The slots in use, and for each queued job its place in the queue and why it waits."""
+"""The slots in use, and for each queued job its place in the queue and its reason to wait."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _MAX_READ = 100
 
 
 class Places:
-    """The queue at the time of construction. Create one for each answer, on the event loop."""
+    """The queue at the time when this object is created, with the place of each queued job.
+
+    Create a new object for each answer, on the event loop.
+    """
 
     def __init__(self, store: JobStore, scheduler: Scheduler, machine: Machine) -> None:
         self._store = store
@@ -45,10 +48,11 @@ class Places:
         }
 
     def describe(self, job: Job) -> Mapping[str, Any]:
-        """Return the `place` of a QUEUED job (from 1), the reason `why` it waits, and `retry_at`.
+        """Return the keys of a QUEUED job's wait; an empty mapping for a job in another state.
 
-        `retry_at` is the Unix time of the next try after a failure; 0 without a failure. A job in
-        another state has none of these keys.
+        - place: the place in the queue, from 1.
+        - why: the reason why the job waits.
+        - retry_at: Unix time of the next try after a failure; 0 without a failure.
         """
         if job.state is not JobState.QUEUED:
             return {}
@@ -60,7 +64,7 @@ class Places:
         }
 
     def phase_of(self, job: Job) -> str:
-        """Return the phase of a QUEUED job: its place in the queue, and why it waits."""
+        """Return the phase of a QUEUED job: its place in the queue, and the reason why it waits."""
         return f"WAITING place {self._place.get(job.id, 0)}: {self._explain_wait(job)}"
 
     def _explain_wait(self, job: Job) -> str:
@@ -84,7 +88,10 @@ class Places:
 
     @cached_property
     def _next_job_id(self) -> str:
-        """Return the first job that no job can overtake; "" if it is not among the first 100."""
+        """Return the first job of the queue that later jobs cannot overtake.
+
+        Returns "" if the first 100 jobs can all be overtaken.
+        """
         for job_id in self._queue[:_MAX_READ]:
             if not self._is_passed_over(self._store.job(job_id)):
                 return job_id

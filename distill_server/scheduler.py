@@ -1,8 +1,9 @@
 """Starts queued jobs, follows running jobs, and retries or ends them.
 
-The scheduler keeps no state that a restarted server needs: jobs are in the store, and the state of
+A restarted server needs no state of the old scheduler: jobs are in the store, and the state of
 attempts is in the run directories. The event loop reads SQLite, which takes well under a
-millisecond. Threads read the run directories: a directory that does not answer delays only its job.
+millisecond. Threads read the run directories, so a directory that does not answer delays only its
+own job.
 """
 
 from __future__ import annotations
@@ -128,9 +129,10 @@ class Scheduler:
         """Start no more jobs, and request each trainer to write a checkpoint and to end.
 
         Returns when all trainers have ended and their jobs are queued again, or after `grace`
-        seconds. `run` must be running. A trainer that needs longer than `grace` still follows the
-        request. When the trainer ends, or dies with the server's container, the next server
-        continues its job.
+        seconds. `run` must be running.
+
+        A trainer that needs longer than `grace` still follows the request. The next server
+        continues its job after the trainer has ended, or has died with the server's container.
         """
         self._is_stopping = True
         self.wake()
@@ -142,7 +144,10 @@ class Scheduler:
             log.warning("job %s: its trainer has not ended %g s after the request", job.id, grace)
 
     async def run_once(self) -> bool:
-        """Poll all active jobs and start queued ones; return False if there is no job to poll."""
+        """Poll all active jobs and start queued jobs.
+
+        Returns False if there is nothing to poll: no active or queued job, and no teacher.
+        """
         active = self._store.in_state(*ACTIVE)
         for job in active:
             if job.id not in self._tasks and not self.rest_seconds(job):
@@ -186,7 +191,7 @@ class Scheduler:
         """Return the result of a call that reads or writes the run directory of a job.
 
         After a few seconds without a result, the job's phase says that the directory does not
-        answer. The call is never repeated before it has returned, so that a job blocks at most one
+        answer. The call is made only once, however long it takes, so that a job blocks at most one
         thread.
         """
         future = self._files.start(call)
@@ -217,7 +222,7 @@ class Scheduler:
         self._store.dependencies.is_changed = any(stale_job.reason for stale_job in stale_jobs)
 
     def _start_queued(self) -> bool:
-        """Start the jobs that are due; return False if the queue was empty."""
+        """Start the queued jobs that `StartOrder` selects. Returns False if the queue was empty."""
         has_queue = self._store.queue_length() > 0
         for due in self.order.due_jobs():
             with self._contain_errors(due.job):
@@ -235,7 +240,7 @@ class Scheduler:
     def _contain_errors(self, job: Job) -> Iterator[None]:
         """Log the errors of one job, so that a defect or a full disk does not stop other jobs.
 
-        Metrics that were read but not stored are read again.
+        If metrics were read but could not be stored, they are read again.
         """
         try:
             yield
@@ -344,7 +349,7 @@ class Scheduler:
         return self._tails[key]
 
     async def _kill_after_grace(self, job: Job, run: RunDirectory, stop: str) -> None:
-        """Kill the trainer of a cancelled job once its grace period is over."""
+        """Kill the trainer of a cancelled job if its grace period is over."""
         grace = self._policy.cancel_now_grace
         if stop != "now":  # the trainer finishes its step first
             grace = self._policy.cancel_grace + 2 * job.metrics.get("time/step", 0.0)

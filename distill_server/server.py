@@ -66,13 +66,18 @@ async def run_server(
 ) -> None:
     """Serve the jobs under `runs` until SIGTERM or SIGINT.
 
-    Trainers keep running, and the next server on the same directory follows them. With
-    `stop_grace`, the trainers have this many seconds to write a checkpoint and end. `on_ready` is
-    called with the port once the server listens. `metrics` is the (host, port) of the metrics page,
-    `database` defaults to server.sqlite in `runs`. `on_end` is called for ended jobs. Jobs are
-    removed `keep_days` days after their end; None means never. Raises WrongState if another server
-    uses the database or `runs`, or if `runs` belongs to another database; InvalidInput if the port
-    is taken or `runs` cannot be a directory.
+    Trainers keep running, and the next server on the same directory follows them.
+
+    - stop_grace: at the end, the trainers have this many seconds to write a checkpoint and end;
+      None: they are not stopped.
+    - on_ready: called with the port once the server listens.
+    - metrics: (host, port) of the metrics page.
+    - database: path of the database; None means server.sqlite in `runs`.
+    - on_end: called for ended jobs.
+    - keep_days: ended jobs are removed after this many days; None means never.
+
+    Raises WrongState if another server uses the database or `runs`, or if `runs` belongs to another
+    database; InvalidInput if the port is taken or `runs` cannot be a directory.
     """
 
     def check_tokens(tokens: Tokens) -> None:
@@ -172,7 +177,7 @@ def _call_both(
 def _on_job_change(
     job_id: str, store: JobStore, notifier: ChangeNotifier, on_end: EndCommand | None
 ) -> None:
-    """Notify watchers, and the command for ended jobs, that a job has changed."""
+    """Notify the tasks that watch a job, and the command of --on-end, that the job has changed."""
     notifier.notify(job_id)
     if on_end is not None and store.has(job_id):
         on_end.on_job_change(store.job(job_id))
@@ -187,7 +192,7 @@ def _create_metrics_page(metrics: ServerMetrics) -> MetricsPage:
 async def _collect_garbage(
     uploads: Uploads, connection: sqlite3.Connection, files: RunFiles
 ) -> None:
-    """Remove, every hour, the uploads that no job names."""
+    """Remove the uploads that no job names, once an hour."""
     while True:
         try:
             await files.start(partial(collect_garbage, uploads, named_uploads(connection)))

@@ -1,4 +1,4 @@
-"""Decides which queued jobs start now, with which share of the machine."""
+"""Selects the queued jobs that start now, and the share of the machine of each."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from protos.errors import InvalidInput
 class DueJob:
     """A job that starts now.
 
-    `teacher` and `address` are the key and the address of the teacher that the server runs for the
-    job; "" if there is none.
+    - share: the CPU threads and GPUs of the job.
+    - teacher, address: key and address of the teacher that the server runs for the job; "" if the
+      server runs none.
     """
 
     job: Job
@@ -49,9 +50,10 @@ class StartOrder:
         boundary: Callable[[Job], AbstractContextManager[None]],
         quotas: Quotas,
     ) -> None:
-        """`is_resting(job)` returns True if the job rests after a failure or a task works on it.
+        """`is_resting(job)` is True if the job waits after a failure, or if a task works on it.
 
-        `boundary(job)` is a context manager that contains the errors of one job.
+        `boundary(job)` is a context manager that logs an error of its block, so that an error of
+        one job does not stop other jobs.
         """
         self._store = store
         self._machine = machine
@@ -73,9 +75,14 @@ class StartOrder:
         """Yield the jobs that start now, in the order of the queue.
 
         A job that waits for its share blocks the jobs behind it, because otherwise small jobs could
-        delay a large job forever. The share of a job whose teacher loads is reserved. Jobs that
-        wait for a retry, for a service or for the quota of their owner do not block jobs of other
-        owners, nor do jobs that request more than the machine of a restarted server has.
+        delay a large job forever. The share of a job whose teacher loads is reserved.
+
+        These jobs do not block others:
+
+        - a job that waits for a retry or for a service
+        - a job that waits for the quota of its owner; it blocks only jobs of the same owner
+        - a job that requests more than the machine has, after a restart of the server on a smaller
+          machine
         """
         self._needs.begin_pass()
         self._quotas.begin_pass()
@@ -108,7 +115,11 @@ class StartOrder:
         return self._is_resting(job) or job.id in self._too_large or self._waits.is_waiting(job)
 
     def _decide_start(self, job: Job, shares: Sequence[Share]) -> DueJob | TeacherAwaited | None:
-        """Return how a job starts, TeacherAwaited to skip it, or None if it blocks the queue."""
+        """Decide how to continue with one queued job.
+
+        The result is a DueJob if the job starts, and TeacherAwaited if the queue continues with the
+        next job. It is None if the job must wait and blocks the jobs behind it.
+        """
         try:
             config = parse_config(job.config_json)
         except InvalidInput:  # written by an older version; the start reports the error
@@ -147,7 +158,7 @@ class StartOrder:
                 return None
 
     def _make_room(self, config: AnyJob, shares: Sequence[Share]) -> None:
-        """Stop idle teachers if the job could start in their place."""
+        """Stop the idle teachers if the job could start with their GPUs."""
         idle_gpus = {gpu for share in self._needs.idle_shares() for gpu in share.gpus or ()}
         shares_without_idle = [
             replace(share, gpus=tuple(gpu for gpu in share.gpus if gpu not in idle_gpus))

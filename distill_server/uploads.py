@@ -43,7 +43,7 @@ _NAMED_UPLOAD = re.compile(rf"/{re.escape(NAME)}/({_SHA256.pattern})/")
 
 @dataclass(frozen=True)
 class UploadFile:
-    """A file of an upload. `path` is relative to the directory that will hold the upload."""
+    """A file of an upload. `path` is relative to the directory that contains the upload."""
 
     path: str
     size: int
@@ -60,7 +60,10 @@ class MissingPart:
 
 @dataclass
 class _Activity:
-    """The time (`time.monotonic`) of the last request for an upload, or part of its files."""
+    """The time of the last activity of an upload, by `time.monotonic`.
+
+    An activity is a request for the upload, or the arrival of a part of one of its files.
+    """
 
     time: float
 
@@ -69,7 +72,7 @@ class _Activity:
 class _ExpectedFile:
     """A file that a client has announced. The thread that writes to it holds `lock`.
 
-    `activities` are those of the unfinished uploads with the file, by their digests.
+    `activities` has the activity of each unfinished upload with this file, by the upload's digest.
     """
 
     size: int
@@ -155,7 +158,11 @@ class Uploads:
                     path.unlink()
 
     def _has_file(self, sha256: str) -> bool:
-        """Return True if the file is complete; delay its removal if no upload links to it yet."""
+        """Return True if the file is complete.
+
+        If no upload links to the file yet, its time of change is set to now, which delays its
+        removal.
+        """
         path = self._files / sha256
         try:
             # Do not change the time of a linked file: `key_of` identifies a model's files by their
@@ -267,9 +274,7 @@ def named_uploads(connection: sqlite3.Connection) -> set[str]:
 
 
 def name_uploads(text: str) -> str:
-    """Return a text in which uploads have the names of the user's files, without the paths of the
-    server.
-    """
+    """Return `text` with the names of uploaded files in place of their paths on the server."""
     return _UPLOAD_PATH.sub("", text)
 
 

@@ -97,9 +97,11 @@ class _PinBody(_RequestBody):
 class Pages:
     """The request handlers: starlette endpoints, which take a request and return a response.
 
-    The handlers raise DistillError, which the application turns into an HTTP error. `endpoint` is
-    the address of the gRPC server, and `grpc_port` its port, 0 until the port is bound. `registry`
-    has the Prometheus metrics.
+    The handlers raise DistillError, which the application turns into an HTTP error.
+
+    - endpoint: address of the gRPC server.
+    - grpc_port: port of the gRPC server; 0 until the port is bound.
+    - registry: the Prometheus metrics.
     """
 
     store: JobStore
@@ -137,7 +139,7 @@ class Pages:
         )
 
     def _grpc_address(self, request: Request) -> str:
-        """Return the gRPC address for users.
+        """Return the address of the gRPC server, for users of the dashboard.
 
         If the server listens on a loopback address, the result is that address. Otherwise the
         result has the host name of the user's request.
@@ -156,7 +158,7 @@ class Pages:
         return JSONResponse(await self.turns.run_query(self._page_reader(request)))
 
     async def table(self, request: Request) -> Response:
-        """GET /api/table: keys against results (outcomes.py) of at most 100 jobs, the newest ones.
+        """GET /api/table: the table of `distill table` (outcomes.py) for the newest 100 jobs.
 
         Parameters: `state` and `search`, as in /api/jobs.
         """
@@ -200,7 +202,7 @@ class Pages:
     def _build_row(self, job: Job, places: Places) -> Mapping[str, Any]:
         """Return a job's record with its outcome, its place in the queue and the remaining time.
 
-        The time is computed as in `distill watch`.
+        The remaining time is computed as in `distill watch`.
         """
         progress = JobView(job.id, attempt=job.attempt, max_steps=job.max_steps)
         if job.state is JobState.RUNNING:
@@ -266,8 +268,12 @@ class Pages:
     async def steps(self, request: Request) -> Response:
         """GET /api/jobs/JOB/steps: the stored events after the event `after`, by default all.
 
-        The record has the `state` of the job, the `last_seq` of its events, the `events` in columns
-        (responses.py), and the `extremes` of deleted events.
+        The record has:
+
+        - state: state of the job.
+        - last_seq: number of the job's newest event.
+        - events: the events in columns (responses.py).
+        - extremes: extreme values of the deleted events.
         """
         job = self.store.resolve(request.path_params["job"])
         after_seq = _parse_number(request.query_params.get("after", "0"), "after")

@@ -49,10 +49,10 @@ def message(kind: str, payload: Any, last_id: str = "") -> str:
 async def job_messages(
     store: JobStore, notifier: ChangeNotifier, job_id: str, after_seq: int
 ) -> Messages:
-    """Yield `steps` messages: columns of a job's events after `after_seq`.
+    """Yield `steps` messages: the job's events after `after_seq`, in columns (responses.py).
 
-    The first message of a stream from the first event is `extremes`: `attempt`, and by metric the
-    lists of steps and values. The stream ends only when the server stops.
+    If the stream starts with the first event, its first message is `extremes`: `attempt`, and by
+    metric the lists of steps and values. The stream ends only when the server stops.
     """
     seq = after_seq
     if not seq:
@@ -70,7 +70,10 @@ async def job_messages(
 
 
 def stored_steps(store: JobStore, job_id: str, after_seq: int) -> dict[str, Any]:
-    """Return the stored events of a job after `after_seq`, in columns, and what belongs to them."""
+    """Return the stored events of a job after `after_seq`, in columns, as a JSON record.
+
+    The record also has `state`, `last_seq` and `extremes` of the job.
+    """
     job = store.job(job_id)
     return {
         "state": job.state,
@@ -81,17 +84,17 @@ def stored_steps(store: JobStore, job_id: str, after_seq: int) -> dict[str, Any]
 
 
 class Turns:
-    """Limits queries over all jobs to half of the event loop's time.
+    """Lets queries over all jobs use at most half of the event loop's time.
 
-    Such a query blocks the loop: a search in ten thousand jobs takes 30 ms. Queries run one at a
-    time, with a pause after each query that is as long as the query.
+    A query over all jobs blocks the loop: a search in ten thousand jobs takes 30 ms. Queries run
+    one at a time. After each query there is a pause, which is as long as the query.
     """
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
 
     async def run_query(self, query: Callable[[], _Answer]) -> _Answer:
-        """Wait for this query's turn, run it and return its result."""
+        """Wait until no other query runs, then run `query` and return its result."""
         async with self._turn:
             started_at = time.monotonic()
             answer = query()
@@ -119,7 +122,7 @@ async def list_messages(
 
 
 async def log_messages(pieces: AsyncIterator[LogPiece]) -> Messages:
-    """Yield the log as `text` messages with id ATTEMPT:OFFSET; `over` is the last message."""
+    """Yield the log as `text` messages with the id ATTEMPT:OFFSET, and then one `over` message."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     async for piece in pieces:
         text = decoder.decode(piece.data)
@@ -137,7 +140,10 @@ async def _add_fault_message(messages: Messages) -> Messages:
 
 
 async def _add_heartbeats(messages: Messages) -> Messages:
-    """Add a comment after 15 s without a message, so that clients can detect a lost connection."""
+    """Yield the messages, and a comment after every 15 s without a message.
+
+    With the comments, clients can detect a lost connection.
+    """
     next_message: asyncio.Future[str] | None = None
     try:
         while True:

@@ -37,10 +37,11 @@ _NAME = re.compile(r"step-(\d+)\.jsonl")
 def details_of(store: JobStore, job: Job) -> dict[str, Any]:
     """Return the summary, the verdict and the pipeline of a job, as a JSON record.
 
-    `summary` has the fields of `JobSummary`; it is null if this version cannot read the job.
-    `verdict` is a text. `pipeline` has the jobs that are connected with the job by dependencies, at
-    most 100 in order of submission, each with its `id`, `name`, `kind`, `state` and the ids
-    `before` it; empty if there is no other job.
+    - summary: the fields of `JobSummary`; null if this version cannot read the job.
+    - verdict: a text.
+    - pipeline: the jobs that are connected with the job by dependencies, at most 100 in order of
+      submission. Each has its `id`, `name`, `kind`, `state`, and `before`, the ids of its
+      dependencies. Empty if there is no other job.
     """
     summary = read_summary(job)
     pipeline = store.dependencies.pipeline_of(job.id, _MAX_PIPELINE)
@@ -72,10 +73,14 @@ def read_summary(job: Job) -> JobSummary | None:
 def attempts_of(store: JobStore, job: Job) -> list[dict[str, Any]]:
     """Return the newest 50 attempts of a job as JSON records, oldest first.
 
-    Times are Unix seconds: `queued_at`, `started_at` (0: not started) and `ended_at` (0: not
-    ended). `end` is the final state, INTERRUPTED if the server queued the job again, or "" while
-    the attempt runs; `reason` is the reason of the end. `step` is the newest step. Three bisections
-    find the events of an attempt: about 60 reads in a job with a million events.
+    - queued_at, started_at, ended_at: Unix seconds; 0 if the attempt has not started or not ended.
+    - end: the final state; INTERRUPTED if the server queued the job again; "" while the attempt
+      runs.
+    - reason: reason of the end.
+    - step: the newest step.
+
+    The events of an attempt are found by three bisections: about 60 reads in a job with a million
+    events.
     """
     oldest_attempt = max(1, job.attempt - _MAX_ATTEMPTS + 1)
     return [_build_record(store, job, number) for number in range(oldest_attempt, job.attempt + 1)]
@@ -88,7 +93,8 @@ def _build_record(store: JobStore, job: Job, number: int) -> dict[str, Any]:
     def find_first_seq(condition: Callable[[JobEvent], bool]) -> int:
         """Return the first `seq` for which `condition` is true, or else the last `seq` + 1.
 
-        Bisection is valid because the attempt, and the state within an attempt, only move forward.
+        Bisection is valid because neither the attempt number nor the state within an attempt ever
+        goes back.
         """
         seqs = range(1, job.last_seq + 1)
         return 1 + bisect.bisect_left(seqs, True, key=lambda seq: condition(read_event(seq)))
@@ -176,7 +182,7 @@ def samples_of(folder: Path, step: int) -> list[dict[str, Any]]:
 def evaluation_in(run: RunDirectory) -> list[dict[str, Any]] | None:
     """Return the results of an evaluation by model (`student_trainer/exam/report.py`).
 
-    None if there are none yet.
+    Returns None if there are no results yet.
     """
     try:
         models = json.loads(_read_start(run.evaluation / "result.json"))["models"]

@@ -1,4 +1,4 @@
-"""What the page of the machine shows: who holds its resources, and who waits for whom."""
+"""The record for the dashboard's page of the machine: resources, their holders and the queue."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ def machine_record(
 ) -> dict[str, Any]:
     """Return the use of the machine as a JSON record.
 
-    `capacity` is that of `Places`. `holders` has the active jobs (`id`, `name`, `owner`) and the
-    teachers of this server (`name`), each with `state`, `since` (Unix time of the start), `slots`,
-    `cpus`, and `gpus` (names, null if the server does not divide them). `queue` has the first 100
-    queued jobs, each with `id`, `name`, `owner`, and `place` and `why` of `Places.describe`. `gpus`
-    has the GPUs of the server's machine.
+    - capacity: the result of `Places.capacity`.
+    - holders: the active jobs (`id`, `name`, `owner`) and the teachers of this server (`name`).
+      Each has `state`, `since` (Unix time of the start), `slots`, `cpus`, and `gpus` (names, null
+      if the server does not divide them).
+    - queue: the first 100 queued jobs, each with `id`, `name`, `owner` and the keys of
+      `Places.describe`.
+    - gpus: the GPUs of the server's machine.
     """
     holders = []
     for job_id, share in store.shares_by_job().items():

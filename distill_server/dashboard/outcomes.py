@@ -1,4 +1,4 @@
-"""The columns of job lists: models, progress and evaluations of each job."""
+"""The columns of job lists: summary, progress and evaluations of each job."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ _MAX_JOBS = 2000
 
 @dataclass
 class _Evaluations:
-    """The results of a job by metric, from its events up to `seq` of one attempt."""
+    """The cached evaluations of a job.
+
+    `results` has the result by metric, from the events of attempt `attempt` up to the event `seq`.
+    """
 
     attempt: int = 0
     seq: int = 0
@@ -37,7 +40,7 @@ class _Evaluations:
 
 
 class Outcomes:
-    """Reads the outcomes of jobs, and caches those of the most recently read jobs."""
+    """Reads the outcomes of jobs, and caches the outcomes of the most recently read jobs."""
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
@@ -46,12 +49,13 @@ class Outcomes:
         self._points = lru_cache(_MAX_JOBS)(self._read_points)
 
     def describe(self, job: Job) -> dict[str, Any]:
-        """Return `summary`, `result` and `held_out` of a job as a JSON record.
+        """Return the outcome of a job as a JSON record.
 
-        `summary` is `STUDENT <- TEACHER, DATA`. `result` is the metric that measures the progress
-        of the job: its `metric`, `label`, newest `value`, and `curve`, up to 33 values over the
-        steps. `held_out` is the newest evaluation: its `metric`, `label`, `value`, `step`, and the
-        value and step of the `best` one. Both are null if there is none.
+        - summary: a text such as `STUDENT <- TEACHER, DATA`.
+        - result: the metric that measures the progress of the job: its `metric`, `label`, newest
+          `value`, and `curve`, up to 33 values over the steps. null if there is no such metric.
+        - held_out: the newest evaluation: its `metric`, `label`, `value`, `step`, and `best` with
+          the value and step of the best evaluation. null if there is no evaluation.
         """
         return {
             "summary": self._summaries(job.id, job.max_steps),
@@ -60,7 +64,11 @@ class Outcomes:
         }
 
     def _read_summary(self, job_id: str, max_steps: int) -> str:
-        """Return the summary of a job. A job that is resumed with more steps has another."""
+        """Return the summary of a job; "" if this version cannot read the job.
+
+        `max_steps` is only a part of the cache's key: the summary changes if the job is resumed
+        with more steps.
+        """
         summary = read_summary(self._store.job(job_id))
         return "" if summary is None else str(summary)
 
@@ -124,7 +132,10 @@ class Outcomes:
 
 
 def _join(metric: str, earlier: Result | None, later: Result) -> Result:
-    """Return the result of a job, merged from two results; `later` has the newer evaluations."""
+    """Return the newest value of `later`, and the best value of `earlier` and `later`.
+
+    Both are results of the same job and metric.
+    """
     if earlier is None:
         return later
     sign = sign_of(metric)
@@ -135,10 +146,11 @@ def _join(metric: str, earlier: Result | None, later: Result) -> Result:
 def results_table(outcomes: Outcomes, jobs: Sequence[Job]) -> dict[str, Any]:
     """Return the table that `distill table` prints for these jobs, as a JSON record.
 
-    `metric` is the held-out metric, "" without evaluations; `labels` are the names of labels that
-    differ. `rows` has the jobs, with the best value of the metric first, then those without a
-    value: `id`, `name`, `state`, `step`, `max_steps`, `labels`, `last` and `best` (`value`,
-    `step`, `stderr`; null if not measured), and `is_best`.
+    - metric: the held-out metric; "" without evaluations.
+    - labels: names of the labels that differ between the jobs.
+    - rows: the jobs. The job with the best value of the metric is first; jobs without a value are
+      last. A row has `id`, `name`, `state`, `step`, `max_steps`, `labels`, `last` and `best` (each
+      with `value`, `step`, `stderr`; null if not measured), and `is_best`.
     """
     by_metric = [outcomes.results(job) for job in jobs]
     metric = next((name for name in JUDGES if any(name in of_job for of_job in by_metric)), "")

@@ -69,14 +69,17 @@ def fault_record(fault: DistillError) -> dict[str, Any]:
 
 
 def fault_answer(fault: DistillError) -> Response:
-    """Return an HTTP response with the error's record and the status of its code, else 500."""
+    """Return the HTTP response for an error: its record, and the HTTP status of its code.
+
+    A code without a status of its own gets 500.
+    """
     status = HTTP_STATUS.get(fault.code, 500)
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
     return JSONResponse({"error": fault_record(fault)}, status, headers)
 
 
 async def on_error(request: Request, error: Exception) -> Response:
-    """The application's error handler.
+    """Return the HTTP response to an exception in a request (the application's error handler).
 
     The response to a DistillError has its message. The response to any other error has only an id,
     which is also in the server's log.

@@ -47,17 +47,19 @@ class Teachers:
         self._records_at = -_FRESH_SECONDS
 
     async def list_records(self) -> Sequence[Mapping[str, Any]]:
-        """Return one record per teacher: `address`, `jobs`, `waiting`, and `info`, `load` and `at`.
+        """Return one record per teacher, at most 32.
 
-        `jobs` has the ids of the active jobs that use the teacher, each with the share of its
-        newest step for which it waited for its teachers (null if unknown); `waiting` has the ids of
-        the queued jobs that wait until the teacher answers. `at` is the Unix time in seconds at
-        which the teacher answered. A teacher that fails has `fault`, the error's record, in place
-        of `info`, `load` and `at`; a teacher that does not listen yet has none of these.
-
-        A teacher that this server runs has `process`: `model`, `engine`, `state` (of
-        TeacherProcess), `stage` of its start, `gpus`, `since`, `attempt`, and the `reason` of its
-        last end. At most 32 teachers are listed.
+        - address: "" before the teacher listens.
+        - jobs: the ids of the active jobs that use the teacher. The value of each id is the part of
+          the time of the job's newest step that the job waited for its teachers, from 0 to 1; null
+          if unknown.
+        - waiting: the ids of the queued jobs that wait until the teacher answers.
+        - info, load: the teacher's answer. at: Unix time of the answer, in seconds.
+        - fault: the record of the error, in place of `info`, `load` and `at`, if the teacher fails.
+          A teacher that does not listen yet has none of these four keys.
+        - process: only for a teacher that this server runs: `model`, `engine`, `state` (see
+          TeacherProcess), `stage` of its start, `gpus`, `since`, `attempt`, and `reason` of its
+          last end.
         """
         async with self._lock:
             if time.monotonic() - self._records_at >= _FRESH_SECONDS:
@@ -75,7 +77,7 @@ class Teachers:
             return self._records
 
     def _collect(self) -> list[dict[str, Any]]:
-        """Return the records without the teachers' answers."""
+        """Return the records of all teachers, without the answers of the teachers."""
         jobs = jobs_by_address(self._store.in_state(*_ACTIVE))
         waiting = jobs_by_address(self._store.waiting_jobs())
         records = [
@@ -109,7 +111,10 @@ class Teachers:
         return records
 
     def _waits(self, job_ids: Iterable[str]) -> dict[str, float | None]:
-        """Return the share of the newest step for which each job waited for its teachers."""
+        """Return the part of the newest step's time that each job waited for its teachers.
+
+        The parts are from 0 to 1, by the id of the job; None if the job has not measured it.
+        """
         shares: dict[str, float | None] = {}
         for job_id in job_ids:
             metrics = self._store.job(job_id).metrics
@@ -119,7 +124,10 @@ class Teachers:
 
 
 def jobs_by_address(jobs: Sequence[Job]) -> dict[str, list[str]]:
-    """Return the ids of the jobs by the address of each teacher that they use."""
+    """Return the ids of the jobs by the address of a teacher.
+
+    A job that uses several teachers is listed for each of their addresses.
+    """
     job_ids: dict[str, list[str]] = {}
     for job in jobs:
         for address in dict.fromkeys(_iter_addresses(json.loads(job.config_json))):

@@ -13,9 +13,9 @@ ANY_JOB = ""
 class ChangeNotifier:
     """Wakes the tasks that wait for a change of one job, or of any job (ANY_JOB).
 
-    Each event is set once, so each wait needs a new event. To miss no change, call `next_change`
-    first, then read the store, then wait for the event. Not thread-safe: call all methods on the
-    event loop.
+    Each event is set once, so a task needs a new event for each wait. To miss no change, call
+    `next_change` first, then read the store, then wait for the event. Not thread-safe: call all
+    methods on the event loop.
     """
 
     def __init__(self) -> None:

@@ -78,11 +78,13 @@ class JobControl:
         let_wait: LetWait | None = None,
         require_quota: RequireQuota = _allow_gpus,
     ) -> None:
-        """`wake` is called when the scheduler has work. `preflight` runs before a job is queued.
+        """`wake` wakes the scheduler when there is work.
 
-        If `let_wait` is None, a job is refused while its teacher is unreachable or loads its model.
-        `stop_trainer` sends SIGTERM to an attempt whose request to stop cannot be written. If more
-        than `max_queued` jobs would be queued, `submit` and `resume` raise Overloaded.
+        - preflight: checks a job before it is queued.
+        - max_queued: `submit` and `resume` raise Overloaded if more jobs would be queued.
+        - let_wait: queues a job whose teacher is unreachable or loads its model. If it is None,
+          such a job is refused.
+        - stop_trainer: sends SIGTERM to an attempt whose request to stop cannot be written.
         """
         self._store = store
         self._runs = runs
@@ -177,8 +179,9 @@ class JobControl:
         return job
 
     def _store_cancel(self, job: Job) -> Job:
-        """Store that a job is being cancelled. If the disk is full, `store_late_cancels` stores it
-        later.
+        """Store the state CANCELLING of a job and return the job.
+
+        If the disk is full, `store_late_cancels` stores the state later.
         """
         try:
             return self._store.change(job.id, Change(JobState.CANCELLING))
@@ -188,10 +191,11 @@ class JobControl:
             return replace(job, state=JobState.CANCELLING)
 
     def store_late_cancels(self) -> None:
-        """Store the cancels of running jobs that could not be stored. Raises Unavailable.
+        """Store the cancels that could not be stored because the disk was full.
 
-        The scheduler calls this before it stores the end of an attempt: a trainer that has stopped
-        for a cancel must not be started again.
+        The scheduler calls this before it stores the end of an attempt: otherwise it would start a
+        job again whose trainer stopped because of a cancel. Raises Unavailable if the disk is still
+        full.
         """
         for job_id in sorted(self._late_cancels):
             if self._store.has(job_id) and self._store.job(job_id).state in _STARTED:
@@ -250,7 +254,10 @@ class JobControl:
         return config
 
     async def _check_jobs(self, configs: Sequence[AnyJob], owner: str) -> list[DistillError | None]:
-        """Check jobs. Return for each job why it must wait for its teacher, or None to start it."""
+        """Check jobs. Return for each job the error because of which it must wait, or None.
+
+        The error is that of the job's teacher. A job with None can start.
+        """
         if len(configs) > MAX_SUBMITTED_JOBS:
             raise InvalidInput(
                 f"{len(configs)} jobs in one call; the limit is {MAX_SUBMITTED_JOBS}",
@@ -281,7 +288,7 @@ class JobControl:
         return None
 
     def _link_jobs(self, configs: Sequence[AnyJob]) -> list[tuple[str, LinkedJob]]:
-        """Give each job a new id, and replace the names of other jobs in it by their ids."""
+        """Create an id for each job. In each job, replace the names of other jobs by their ids."""
         ids: list[str] = []
         for config in configs:
             ids.append(self._create_id(config.method.type, config.name, ids))
@@ -353,7 +360,10 @@ class JobControl:
         return jobs
 
     def _require_resumable(self, text: str, max_steps: int) -> tuple[Job, AnyJob | None]:
-        """Return the job and its new configuration, or None if the configuration stays the same."""
+        """Return the job, and its new configuration; None if the configuration stays the same.
+
+        Raises an error if the job cannot be resumed.
+        """
         job = self._store.resolve(text)
         if job.state not in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED):
             raise WrongState(
@@ -372,7 +382,7 @@ class JobControl:
         return job, config
 
     def _require_files(self, job: Job, from_step: int) -> None:
-        """Raise NotFound if the run directory or the checkpoint does not exist; blocking."""
+        """Raise NotFound if the run directory or the checkpoint is missing. Blocking."""
         run = RunDirectory(self._runs / job.id)
         require_files(job, run)
         if from_step:
@@ -411,7 +421,7 @@ class JobControl:
             run.server_mark.touch()
 
     async def _request_stop(self, job: Job, *, now: bool) -> None:
-        """Request a stop: by control.json or, if that cannot be written, by SIGTERM."""
+        """Request a stop in control.json. If this file cannot be written, send SIGTERM."""
         run = RunDirectory(self._runs / job.id)
         try:
             request = partial(request_stop, run, now=now, cancelled_attempt=job.attempt)
@@ -444,7 +454,7 @@ class JobControl:
 
 @contextmanager
 def _naming_job(config: AnyJob, configs: Sequence[AnyJob]) -> Iterator[None]:
-    """Add the job's name to the message of a DistillError, if there are several jobs."""
+    """If there are several jobs, add the job's name to the message of a DistillError."""
     try:
         yield
     except DistillError as error:
@@ -455,7 +465,7 @@ def _naming_job(config: AnyJob, configs: Sequence[AnyJob]) -> Iterator[None]:
 
 @contextmanager
 def _disk_errors() -> Iterator[None]:
-    """Convert OSError to Unavailable, because a full disk is not a defect of the server."""
+    """Convert an OSError of the block to Unavailable: a full disk is not a defect of the server."""
     try:
         yield
     except OSError as error:
@@ -466,10 +476,10 @@ def _disk_errors() -> Iterator[None]:
 
 
 def _guess_suffix(config_text: str) -> str:
-    """Guess the suffix of the job file, TOML or YAML; clients send the text without a file name.
+    """Guess the suffix of the job file, .toml or .yaml: clients send its text without its name.
 
-    Reads only the first line that is not blank or a comment: a parser may need minutes for a
-    hostile text.
+    Only the first line that is not blank and not a comment is read, because a parser may need
+    minutes for a hostile text.
     """
     lines = (line.strip() for line in config_text.splitlines())
     first_line = next((line for line in lines if line and not line.startswith("#")), "")

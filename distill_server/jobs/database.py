@@ -252,14 +252,19 @@ def steady_clock() -> Callable[[], float]:
 
 
 def thin_events(connection: sqlite3.Connection, job_id: str, last_seq: int) -> None:
-    """Delete the old events of a job at every 500th event.
+    """Delete old events of a job if `last_seq` is a multiple of 500 (_EVERY).
 
     Call this function for each new event, in a transaction; `last_seq` is the seq of the new event.
-    A deletion keeps the newest NEWEST events; changes of the state, the attempt or the reason; at
-    most OLDER steps with an evaluation and OLDER other steps, which are multiples of a power of
-    two; and the evaluations that select a checkpoint. So a job has about NEWEST + 2 * OLDER +
-    _EVERY events, not counting changes of state. The extreme values of the deleted events are
-    stored for charts (extremes.py). A deletion takes about 10 ms.
+    A deletion takes about 10 ms. It keeps:
+
+    - the newest NEWEST events
+    - changes of the state, the attempt or the reason
+    - at most OLDER steps with an evaluation, and at most OLDER steps without; in both groups, the
+      steps that are multiples of a power of two
+    - the evaluations that select a checkpoint
+
+    So a job has about NEWEST + 2 * OLDER + _EVERY events, not counting changes of state. The
+    extreme values of the deleted events are stored for charts (extremes.py).
     """
     if last_seq % _EVERY or last_seq <= NEWEST + OLDER:
         return
@@ -280,8 +285,10 @@ def thin_events(connection: sqlite3.Connection, job_id: str, last_seq: int) -> N
 
 
 def _select_deletions(rows: Sequence[sqlite3.Row], interval: int) -> Iterable[int]:
-    """Return the seqs of the events to delete. `rows` are in order of seq; `interval`: the steps
-    between two checkpoints.
+    """Return the seqs of the events to delete.
+
+    `rows` are the events in order of seq. `interval` is the number of steps between two
+    checkpoints.
     """
     phases: list[int] = []
     steps: dict[int, int] = {}
@@ -308,8 +315,8 @@ def _select_deletions(rows: Sequence[sqlite3.Row], interval: int) -> Iterable[in
 def _selecting_steps(rows: Sequence[sqlite3.Row], interval: int) -> set[int | None]:
     """Return the steps whose evaluations select the best checkpoint and the best result.
 
-    These are the best steps of all and of the checkpoints, which are written at multiples of
-    `interval` and at the end of an attempt.
+    The result has the best step of all, the best step with a checkpoint, and the last step of each
+    attempt. Checkpoints are written at multiples of `interval` and at the end of an attempt.
     """
     points = [Point(row["step"], json.loads(row["metrics"])) for row in rows]
     last_steps = set({row["attempt"]: row["step"] for row in rows}.values())
@@ -319,9 +326,10 @@ def _selecting_steps(rows: Sequence[sqlite3.Row], interval: int) -> set[int | No
 
 
 def _exceed(step_by_seq: Mapping[int, int]) -> list[int]:
-    """Return the seqs of the events to delete, so that at most OLDER events remain. If several
-    attempts made a step, only the newest event of the step remains. Only steps that are multiples
-    of the smallest sufficient power of two remain.
+    """Return the seqs of the events to delete, so that at most OLDER events remain.
+
+    The remaining steps are the multiples of a power of two, the smallest one that suffices. If
+    several attempts made a step, only the newest event of the step remains.
     """
     if len(step_by_seq) <= OLDER:
         return []

@@ -1,7 +1,8 @@
 """The extreme values of a job's metrics in its deleted events, for charts.
 
-A chart that draws only the remaining events of a long job, a sample of its steps, would lose peaks.
-The extremes are stored apart from the events, so that means over the events stay unbiased.
+The remaining events of a long job are a sample of its steps, so a chart of them alone would not
+show the peaks. The extremes are stored apart from the events. So means over the events stay
+unbiased.
 """
 
 from __future__ import annotations
@@ -87,8 +88,9 @@ def add_extremes(
 def thin_points(points: Points, last_step: int) -> Points:
     """Return the lowest and the highest point of each part of the steps up to `last_step`.
 
-    The length of a part is the smallest power of two that gives at most PARTS parts, so parts of a
-    longer job join whole parts of a shorter job, and the result is the same for any order of calls.
+    All parts have the same length: the smallest power of two that gives at most PARTS parts. When
+    the job becomes longer, two parts become one part. Therefore, the result does not depend on
+    earlier calls.
     """
     length = 1
     while last_step // length >= PARTS:

@@ -41,7 +41,10 @@ def parse_config(config_json: str) -> AnyJob:
 
 
 def digest_of(config: AnyJob) -> str:
-    """Hash the keys that differ from their defaults, so that new keys do not change old digests."""
+    """Return a digest of the keys whose values differ from the defaults.
+
+    Default values are left out, so that new keys of a later version do not change old digests.
+    """
     return sha256(config.model_dump_json(exclude_defaults=True).encode()).hexdigest()
 
 

@@ -18,12 +18,15 @@ _PREFIX = ".new-"
 
 
 def unnamed_run(runs: Path, job_id: str) -> Path:
-    """Return the path of a run directory until its job is stored."""
+    """Return the path RUNS/.new-ID, which a run directory has until its job is stored."""
     return runs / f"{_PREFIX}{job_id}"
 
 
 def name_run(runs: Path, job_id: str) -> None:
-    """Rename the directory of a stored job. If that fails, the job's start creates a directory."""
+    """Rename the run directory of a stored job from RUNS/.new-ID to RUNS/ID.
+
+    An error is only logged: the directory is then created at the start of the job.
+    """
     try:
         unnamed_run(runs, job_id).rename(runs / job_id)
     except OSError as error:
@@ -31,7 +34,10 @@ def name_run(runs: Path, job_id: str) -> None:
 
 
 def settle_new_runs(store: JobStore, runs: Path) -> None:
-    """Rename or delete the directories that a killed server has left. Blocking."""
+    """Rename the directories RUNS/.new-ID of stored jobs, and delete the others. Blocking.
+
+    Call this function when a server starts, because a killed server may have left such directories.
+    """
     for path in runs.glob(f"{_PREFIX}*"):
         job_id = path.name.removeprefix(_PREFIX)
         if store.has(job_id) and not (runs / job_id).exists():

@@ -53,10 +53,11 @@ def progress_changes(
 
 @dataclass(frozen=True)
 class Observation:
-    """The state of an attempt. `points` are the steps since the last observation.
+    """The state of an attempt.
 
-    `control` is the content of control.json. `log_end` holds the last lines of the log, if the
-    attempt has ended.
+    - points: the steps since the last observation, with their metrics.
+    - control: the content of control.json.
+    - log_end: the last lines of the log if the attempt has ended, else "".
     """
 
     outcome: Outcome
@@ -75,10 +76,11 @@ def observe(
     is_stopping: bool,
     is_cancel: bool,
 ) -> Observation:
-    """Poll the runner, then read the files: if the attempt has ended, the files are complete.
+    """Poll the runner, then read the files. So the files of an attempt that has ended are complete.
 
-    If the trainer is to stop (`is_stopping`; `is_cancel`: because a user has cancelled the job)
-    and control.json has no request for it, the request is written.
+    - is_stopping: True if the trainer must stop. If control.json has no request to stop, the
+      request is written again.
+    - is_cancel: True if the reason of the stop is a cancel by a user.
     """
     outcome = runner.poll(run, attempt)
     status = status_of(run, attempt)
@@ -112,7 +114,7 @@ def request_stop(run: RunDirectory, *, now: bool, cancelled_attempt: int = 0) ->
 def _repeat_stop_request(
     runner: Runner, run: RunDirectory, attempt: int, *, is_cancel: bool
 ) -> None:
-    """Write the request to stop again; send a signal if it cannot be written."""
+    """Write the request to stop to control.json again. If this fails, send SIGTERM."""
     try:
         request_stop(run, now=False, cancelled_attempt=attempt if is_cancel else 0)
     except OSError:

@@ -55,7 +55,7 @@ _T = TypeVar("_T")
 
 
 class StudentTokens:
-    """Compares students with teachers and caches each result until one of the two changes.
+    """Compares students with teachers. A result is cached until the student or the teacher changes.
 
     Thread-safe.
     """
@@ -149,8 +149,8 @@ class JobPreflight:
     async def __call__(self, config: AnyJob, run: Path) -> None:
         """Raise the DistillError that the job's program would raise at its start.
 
-        After 8 s (a disk that hangs, for example) the job is accepted with a warning in the log:
-        its program checks again.
+        If the checks take more than 8 s, for example because a disk hangs, the job is accepted with
+        a warning in the log. The job's program repeats the checks.
         """
         try:
             async with asyncio.timeout(_MAX_SECONDS) as limit:

@@ -1,4 +1,4 @@
-"""The records of the job database other than `Job`, the conversion of rows, and search filters."""
+"""Records of the job database other than `Job`, conversion of database rows, search filters."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Attempt:
     - retries: number of automatic retries since the last submit or resume by a user.
     - from_step: step of the checkpoint to start from; None means the newest checkpoint.
     - seen_step: newest step with metrics in the job's events; -1 means no step.
-    - waiting_since: Unix time of the first end of an attempt without a fault of the job and without
-      a new step; 0 otherwise.
+    - waiting_since: Unix time since which the job has made no new step although its attempts ended
+      without a fault of the job (for example, a teacher was unreachable); 0 otherwise.
     - waits_for: key of an unreachable service, such as `teacher.address`; the attempt starts when
       the service answers.
     """
@@ -42,7 +42,8 @@ class Attempt:
 class Change:
     """New values of a job's fields, recorded as one event. None keeps the old value.
 
-    `metrics` belong to `step`. `max_steps` is for a job whose configuration has no `max_steps`.
+    `metrics` are the metrics of `step`. `max_steps` is set by a change only for jobs whose
+    configuration has no `max_steps`.
     """
 
     state: JobState | None = None
@@ -82,11 +83,15 @@ class NewJob:
 
 @dataclass(frozen=True)
 class JobFilter:
-    """Selects jobs in one of the states (none: any), of an owner ("": any), with all of the labels.
+    """Selects the jobs that fulfil all of these conditions.
 
-    `before`: only jobs that ended or, if they have not ended, were submitted by this Unix time.
-    Every word of `search` must be in the id, name, state, owner or labels, which are searched as
-    `NAME=VALUE`; the case of ASCII letters is ignored.
+    - search: every word is in the id, name, state, owner or labels of the job. Labels are searched
+      as NAME=VALUE. The case of ASCII letters is ignored.
+    - states: the job is in one of these states; empty: any state.
+    - owner: owner of the job; "": any owner.
+    - labels: the job has all of these labels.
+    - before: the job ended before this Unix time; for a job that has not ended, the time of
+      submission is compared.
     """
 
     search: str = ""
@@ -167,10 +172,11 @@ NEWEST_FIRST = ListOrder()
 
 @dataclass
 class Tally:
-    """Counts of retries and ends of jobs since the store was opened.
+    """Counts since the store was opened.
 
-    `retries` counts the attempts that were started because a trainer died, `ends` the ended jobs
-    by state.
+    - attempts: number of attempts that were inserted.
+    - retries: number of attempts that were started because a trainer died.
+    - ends: number of ended jobs by state.
     """
 
     attempts: int = 0
@@ -188,13 +194,13 @@ def job_of(row: sqlite3.Row) -> Job:
 
 
 def share_of(row: sqlite3.Row) -> Share:
-    """Convert the columns cpus and gpus of an attempt."""
+    """Return the CPU threads and GPUs of an attempt, from the columns cpus and gpus of its row."""
     gpus = row["gpus"]
     return Share(row["cpus"], None if gpus is None else tuple(filter(None, gpus.split(","))))
 
 
 def parse_row(row: sqlite3.Row) -> dict[str, Any]:
-    """Return the values of a job or an event, with its state and its metrics parsed."""
+    """Return the columns of a row of `jobs` or `events`, with `state` and `metrics` parsed."""
     values = dict(row)
     return {
         **values,

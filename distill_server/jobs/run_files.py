@@ -36,9 +36,9 @@ class RunFiles:
         self._running_calls = 0
 
     def start(self, call: Callable[[], _T]) -> asyncio.Future[_T]:
-        """Start the call in a thread and return its future.
+        """Start `call` in a thread and return its future.
 
-        Raises Unavailable if 256 calls have not returned.
+        Raises Unavailable if 256 calls are already running.
         """
         if self._running_calls >= _MAX_THREADS:
             raise _make_no_answer(self.answer_seconds)
@@ -94,8 +94,8 @@ def _make_no_answer(seconds: float) -> Unavailable:
 class SharedReads:
     """Runs each read at most every two seconds, for all viewers. Use it on the event loop.
 
-    A read that has not returned is not repeated, so a directory that does not answer blocks one
-    thread for each kind of read.
+    A read is not repeated while it runs. So a directory that does not answer blocks only one thread
+    for each kind of read.
     """
 
     def __init__(self, files: RunFiles) -> None:
@@ -103,7 +103,7 @@ class SharedReads:
         self._reads: dict[tuple[str, ...], tuple[float, asyncio.Future[Any]]] = {}
 
     async def read(self, key: tuple[str, ...], call: Callable[[], Any]) -> Any:
-        """Return the result of `call`, which runs in a thread, or the last result for this key.
+        """Return the result of `call`, which runs in a thread, or a recent result for the same key.
 
         Raises Unavailable if there is no result after a few seconds, and the errors of `call`.
         """

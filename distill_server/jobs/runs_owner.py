@@ -28,12 +28,13 @@ _LOCK = ".server.lock"
 def own_runs(
     runs: Path, database: Path, connection: sqlite3.Connection, *, take_over: bool = False
 ) -> Iterator[None]:
-    """Hold the directory `runs` for the open database; its first database becomes its owner.
+    """Hold the directory `runs` for the open database while the block runs.
 
-    `take_over`: the database becomes the owner even if the directory has another owner, such as a
-    database that is lost. Raises WrongState if another server uses the directory or, without
-    `take_over`, if the directory belongs to another database; InvalidInput if the file system has
-    no locks.
+    The first database that uses the directory becomes its owner. With `take_over`, this database
+    becomes the owner even if the directory has another owner, such as a database that is lost.
+
+    Raises WrongState if another server uses the directory or, without `take_over`, if the directory
+    belongs to another database; InvalidInput if the file system has no locks.
     """
     with exclusive_lock(runs / _LOCK):
         (database_id,) = connection.execute("SELECT id FROM server").fetchone()
@@ -71,7 +72,11 @@ def exclusive_lock(path: Path) -> Iterator[None]:
 
 
 def _read_owner(path: Path) -> tuple[str | None, str]:
-    """Return the id and the path of the owner's database; None as id without an owner."""
+    """Return the id and the path of the database that owns the directory.
+
+    The id is None if the directory has no owner. If the record of the owner cannot be read, the id
+    is "", and a sentence about this is in place of the path.
+    """
     try:
         with open_regular(path) as file:
             record = json.loads(file.read(64 << 10))

@@ -126,8 +126,10 @@ class JobStore:
         return job_of(row)
 
     def find(self, text: str) -> Job:
-        """Return the job with this id, else the newest job with this name, else the result of
-        `resolve`, which raises NotFound or InvalidInput.
+        """Return the job with the id `text`, or else the newest job with the name `text`.
+
+        If there is no such job, the result is that of `resolve`, which raises NotFound or
+        InvalidInput.
         """
         row = self._db.execute(
             "SELECT * FROM jobs WHERE id = :text OR name = :text"
@@ -141,7 +143,7 @@ class JobStore:
         return bool(self._db.execute("SELECT 1 FROM jobs WHERE id = ?", (job_id,)).fetchone())
 
     def is_used(self, job_id: str) -> bool:
-        """Return True if a job has this id, or had it and its files are not deleted yet."""
+        """Return True if a job has this id, or a removed job had it and its files still exist."""
         ids = "SELECT id FROM jobs UNION ALL SELECT job_id FROM removals"
         return bool(self._db.execute(f"SELECT 1 FROM ({ids}) WHERE id = ?", (job_id,)).fetchone())
 
@@ -181,8 +183,9 @@ class JobStore:
         order: ListOrder = NEWEST_FIRST,
         offset: int = 0,
     ) -> list[Job]:
-        """Return up to `limit` jobs in this order, without the first `offset`; only jobs older than
-        `before_id`, if given.
+        """Return up to `limit` jobs in this order, after the first `offset` jobs.
+
+        If `before_id` is given, only jobs that are older than this job are returned.
         """
         condition, parameters = (job_filter or JobFilter()).condition()
         rows = self._db.execute(
@@ -205,9 +208,10 @@ class JobStore:
         return {state: counts.get(state, 0) for state in JobState}
 
     def in_state(self, *states: JobState, limit: int = -1, condition: str = "1") -> Sequence[Job]:
-        """Return jobs in the order of the queue: highest priority first, then the oldest place.
+        """Return jobs in one of these states, in the order of the queue.
 
-        A `limit` of -1 means no limit. `condition` is an SQL condition on rows of `jobs`.
+        The job with the highest priority is first; of equal priorities, the job with the oldest
+        place. A `limit` of -1 means no limit. `condition` is an SQL condition on rows of `jobs`.
         """
         marks = ", ".join("?" * len(states))
         rows = self._db.execute(
@@ -222,7 +226,7 @@ class JobStore:
         return self.in_state(JobState.QUEUED, limit=limit, condition=f"{ALL_MET} AND {condition}")
 
     def oldest_wait(self) -> float:
-        """Return for how many seconds the next job has been QUEUED; 0 if the queue is empty."""
+        """Return the seconds that the first job of the queue has waited; 0 without a queued job."""
         row = self._db.execute(
             "SELECT queued_at FROM jobs INDEXED BY jobs_by_state WHERE state = ?"
             " ORDER BY priority DESC, place LIMIT 1",
@@ -387,8 +391,9 @@ class JobStore:
         at_end: bool,
         config: AnyJob | None = None,
     ) -> Job:
-        """Queue a new attempt, at the end of the queue if `at_end`, else at the job's old place.
+        """Queue a new attempt of a job.
 
+        With `at_end`, the job is placed at the end of the queue; otherwise it keeps its old place.
         `config`, if given, replaces the job's configuration.
         """
         with transaction(self._db):
@@ -462,7 +467,7 @@ class JobStore:
         )
 
     def _newest_time(self, job: Job) -> float:
-        """Return the time of the job's last event, so that no later event has an earlier time."""
+        """Return the time of the job's last event. No later event gets an earlier time."""
         row = self._db.execute(
             "SELECT time FROM events WHERE job_id = ? AND seq = ?", (job.id, job.last_seq)
         ).fetchone()

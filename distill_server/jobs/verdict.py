@@ -55,11 +55,12 @@ class JobEnded:
 
 @dataclass(frozen=True)
 class DeadAttempt:
-    """The attempt ended without a result, so the job is a candidate for another attempt.
+    """The attempt ended without a result; the scheduler may start another attempt of the job.
 
-    `blameless`: the cause was not the job (a reboot, a preemption, an unreachable teacher), so the
-    next attempt costs no retry. `waits_for`, if any, names the unreachable service, usually by a
-    key of the job such as `teacher.address`: the job waits until the service answers.
+    - blameless: True if the job is not the cause, but a reboot, a preemption or an unreachable
+      teacher is. The next attempt then is not counted as a retry.
+    - waits_for: the unreachable service, usually named by a key of the job such as
+      `teacher.address`. The job waits until the service answers. "" if there is no such service.
     """
 
     reason: str

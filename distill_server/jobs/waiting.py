@@ -27,7 +27,11 @@ _MAX_TRIES = 16
 
 @dataclass
 class _Wait:
-    """The wait of one attempt. `next_at`: time of the next try, on the monotonic clock."""
+    """The wait of one attempt.
+
+    - pause: seconds before the next try.
+    - next_at: time of the next try, on the monotonic clock.
+    """
 
     attempt: Attempt
     pause: float
@@ -37,10 +41,11 @@ class _Wait:
 
 
 class Waits:
-    """Decides whether queued attempts must wait. Call all methods on the event loop.
+    """Decides whether queued attempts must wait for a service. Call all methods on the event loop.
 
-    The first try is after `pause` seconds, which double up to `longest_pause`. A job that has made
-    no step for `give_up_after` seconds is FAILED.
+    The preflight of a waiting job is tried again after `pause` seconds. The pause is doubled after
+    each failed try, up to `longest_pause`. A job that has made no step for `give_up_after` seconds
+    is FAILED.
     """
 
     def __init__(
@@ -70,9 +75,11 @@ class Waits:
         return len(self._waits)
 
     def begin(self, job: Job, attempt: Attempt, *, has_progressed: bool) -> str:
-        """Begin the wait of the next attempt of a job and return its phase.
+        """Begin the wait of the next attempt of a job and return the phase of the job.
 
-        Without progress since the previous attempt, the pause grows from the previous pause.
+        If the previous attempt made progress (`has_progressed`), the wait begins with the shortest
+        pause. Otherwise, it begins with twice the last pause of the previous wait, up to the
+        longest pause.
         """
         previous_wait = None if has_progressed else self._waits.get(job.id)
         self._waits[job.id] = wait = self._create_wait(
@@ -107,7 +114,7 @@ class Waits:
         return self._store.now() - since > self._give_up_after
 
     def start_due_tries(self) -> None:
-        """Start the preflight of each job whose next try is due."""
+        """Start the preflight of each waiting job whose pause is over."""
         running_tries = sum(wait.task is not None for wait in self._waits.values())
         for job_id, wait in list(self._waits.items()):
             is_due = not wait.is_over and wait.task is None and time.monotonic() >= wait.next_at
@@ -147,10 +154,10 @@ class Waits:
             self._wake()
 
     async def _find_problem(self, job: Job, waits_for: str) -> DistillError | None:
-        """Return why the job must wait; None if the job can start.
+        """Return the error because of which the job must wait; None if the job can start.
 
         The result is also None for a problem that waiting cannot solve: the trainer reports such a
-        problem. `waits_for`: the field of the attempt.
+        problem. `waits_for` is the field of the attempt.
         """
         try:
             config = parse_config(job.config_json)

@@ -34,13 +34,17 @@ _MAX_REFUSAL_LINES, _MINUTE_SECONDS = 60, 60.0
 
 @dataclass
 class Entry:
-    """The objects of a request: ids of jobs, the key of a teacher, the path of an upload."""
+    """The line that a block writes to the audit log.
+
+    `about` has the objects of the request: ids of jobs, the key of a teacher, or the path of an
+    upload.
+    """
 
     about: tuple[str, ...] = ()
 
 
 class Audit:
-    """Appends to the audit log at `path`; None: no log. Call all methods on the event loop."""
+    """Appends lines to the file `path`; None: no audit log. Call all methods on the event loop."""
 
     def __init__(self, path: Path | None, tokens: Tokens | None = None) -> None:
         """`tokens` are the server's tokens, which give the names of refused callers."""
@@ -54,10 +58,10 @@ class Audit:
     def entry(
         self, action: str, caller: Caller | None, peer: str = "", *about: str
     ) -> Iterator[Entry]:
-        """Write one line at the end of the block, with the error of the block, if any.
+        """Write one line at the end of the block, with its outcome: OK or an error code.
 
-        `caller` None means the server itself. `about` are the names in the request; the block
-        replaces them by the ids of the objects.
+        `caller` None means the server itself. `about` are the names of objects in the request. The
+        block sets `about` of the yielded entry to the ids of these objects.
         """
         entry = Entry(about)
         outcome = "INTERNAL"
@@ -77,8 +81,8 @@ class Audit:
     def record_refusal(self, action: str, metadata: Any, peer: str, error: DistillError) -> None:
         """Write a line for a call that was refused for its token, at most 60 lines a minute.
 
-        `metadata`: the headers of the call. The line after refusals that were not logged contains
-        the number of these refusals.
+        `metadata` has the headers of the call. If calls were refused without a line, the next line
+        has their number.
         """
         self.refusals[error.code.value] += 1
         now = time.monotonic()

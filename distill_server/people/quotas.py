@@ -39,9 +39,7 @@ class Quotas:
         store: JobStore,
         read_quotas: Callable[[], Mapping[str, Quota]],
     ) -> None:
-        """`read_quotas` returns the current quotas by name of the owner; all other owners have no
-        quota.
-        """
+        """`read_quotas` returns the current quotas by owner. Other owners have no quota."""
         self._db = connection
         self._store = store
         self._read_quotas = read_quotas
@@ -84,12 +82,15 @@ class Quotas:
         )
 
     def other_owners(self) -> str:
-        """Return an SQL condition that excludes the jobs of owners known to be above the quota."""
+        """Return an SQL condition that selects the jobs that quotas may let start.
+
+        It excludes the jobs of owners whose next job is known to exceed their quota.
+        """
         names = ", ".join(f"'{owner}'" for owner in sorted(self._phase_by_owner))
         return f"owner NOT IN ({names})" if names else "1"
 
     def require_gpus(self, owner: str, gpus: int) -> None:
-        """Raise InvalidInput if a job with `gpus` GPUs alone is above the quota of its owner."""
+        """Raise InvalidInput if `gpus` GPUs of one job are more than the quota of its owner."""
         quota = self._read_quotas().get(owner, Quota())
         if excess := _explain_excess(owner, quota, gpus):
             raise InvalidInput(
@@ -114,9 +115,9 @@ class Quotas:
         return self._phase_by_owner.get(owner, "")
 
     def count_start(self, job: Job, gpus: int) -> None:
-        """Add a job that is about to start, and its GPUs, to its owner's usage.
+        """Add a job that is about to start, and its GPUs, to the usage of its owner.
 
-        Later jobs of the same scheduling pass are then compared with the larger usage.
+        So the quota also counts this job for later jobs of the same scheduling pass.
         """
         usage = self._usage_by_owner.setdefault(job.owner, _Usage())
         usage.jobs += 1
@@ -133,7 +134,10 @@ class Quotas:
                 self._store.change(row["id"], Change(phase=phase))
 
     def _format_lack(self, owner: str, gpus: int) -> str:
-        """Return the phase of a job with `gpus` GPUs if it would exceed the quota; else ""."""
+        """Return the phase of a job that must wait for the quota; "" if the quota lets it start.
+
+        `gpus` is the number of GPUs of the job.
+        """
         quota, usage = self._quotas[owner], self._usage_by_owner.get(owner, _Usage())
         if quota.jobs is not None and usage.jobs >= quota.jobs:
             return f"{_WAITING}{owner} may run {format_count(quota.jobs, 'job')} at once"
@@ -143,7 +147,7 @@ class Quotas:
 
 
 def _explain_excess(owner: str, quota: Quota, gpus: int) -> str:
-    """Return why a job with `gpus` GPUs can never start with this quota; "" if it can."""
+    """Return the reason why a job with `gpus` GPUs can never start with this quota, or ""."""
     if quota.gpus is None or gpus <= quota.gpus:
         return ""
     requested_text = format_count(gpus, "GPU")
@@ -151,7 +155,7 @@ def _explain_excess(owner: str, quota: Quota, gpus: int) -> str:
 
 
 def require_counted_gpus(quotas: Mapping[str, Quota], are_gpus_counted: bool) -> None:
-    """Raise InvalidInput if there is a quota of GPUs, and the server does not count them."""
+    """Raise InvalidInput if an owner has a quota of GPUs, but the server does not count GPUs."""
     for owner, quota in quotas.items():
         if quota.gpus is not None and not are_gpus_counted:
             raise InvalidInput(

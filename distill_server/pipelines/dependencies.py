@@ -21,10 +21,10 @@ ALL_MET = (
 
 @dataclass(frozen=True)
 class StaleJob:
-    """A QUEUED job with an outdated phase, or a job that can never start.
+    """A QUEUED job whose phase must be updated, or which can never start.
 
-    `phase` is the phase that the job should have. `reason` says why the job can never start; "" if
-    the job can start later.
+    - phase: the phase that the job must get.
+    - reason: the reason why the job can never start; "" if the job can start later.
     """
 
     job_id: str
@@ -49,7 +49,7 @@ class Dependencies:
         )
 
     def read(self, job_ids: Sequence[str]) -> Mapping[str, Sequence[str]]:
-        """Return the ids of the dependencies of these jobs, by the id of a job that has some."""
+        """Return the ids of the dependencies by job id; jobs without dependencies are left out."""
         rows = self._db.execute(
             "SELECT job_id, before_id FROM dependencies"
             " WHERE job_id IN (SELECT value FROM json_each(?)) ORDER BY job_id, before_id",
@@ -61,7 +61,7 @@ class Dependencies:
         return dependencies
 
     def explain_failure(self, job_id: str) -> str:
-        """Return which failed dependency prevents the start of the job; "" if there is none."""
+        """Return a sentence about the failed dependency that prevents the job's start, or ""."""
         row = self._db.execute(
             "SELECT id, state FROM dependencies JOIN jobs ON id = before_id"
             " WHERE job_id = ? AND state IN (?, ?) ORDER BY number LIMIT 1",
@@ -79,10 +79,11 @@ class Dependencies:
         return row.fetchone() is not None
 
     def pipeline_of(self, job_id: str, limit: int) -> Mapping[str, Sequence[str]]:
-        """Return the jobs that are connected with a job by dependencies, in order of submission.
+        """Return the jobs that are connected with a job by dependencies, at most `limit` jobs.
 
-        The result has the ids of the dependencies of each job by its id; at most `limit` jobs. A
-        job without dependencies and dependents is a pipeline of one job.
+        The keys are the ids of these jobs, in order of submission. The value is the list of the ids
+        of the job's dependencies. A job without dependencies and dependents is a pipeline of one
+        job.
         """
         rows = self._db.execute(
             "WITH RECURSIVE part (id) AS (SELECT :job UNION"

@@ -170,7 +170,7 @@ def _discard_copy(connection: sqlite3.Connection, runs: Path, name: str) -> None
 
 
 def _read_history(run: RunDirectory) -> dict[int, Sequence[Change]]:
-    """Return the changes of state by attempt number, as a server would have recorded them."""
+    """Return the changes of state of each attempt, as if a server had run the job."""
     status = run.read_status() or Status(attempt=1, verdict="running")
     _require_within("status.json: attempt", status.attempt, 1, _MAX_ATTEMPTS)
     _require_within("status.json: step", status.step, 0, _MAX_STEPS)
@@ -235,7 +235,7 @@ def _copy_run(source: Path, path: Path) -> None:
 
 
 def _is_directory(path: Path) -> bool:
-    """Return True also if the check fails, so that the import reports the error."""
+    """Return True for a directory, and if the check fails, so that the import reports the error."""
     try:
         return path.is_dir()
     except OSError:
@@ -243,7 +243,7 @@ def _is_directory(path: Path) -> bool:
 
 
 def _read_start(path: Path) -> float:
-    """Return when the run began, in Unix seconds; 0 if the files cannot be read."""
+    """Return the start of the run in Unix seconds; 0 if its files cannot be read."""
     try:
         return _read_times(path)[0]
     except OSError:
@@ -251,7 +251,7 @@ def _read_start(path: Path) -> float:
 
 
 def _read_times(path: Path) -> tuple[float, float]:
-    """Return when the run began and when its files last changed, in Unix seconds."""
+    """Return the start of the run and the last change of its files, in Unix seconds."""
     names = ("job.json", "status.json", "metrics.jsonl", "logs")
     times = [(path / name).stat().st_mtime for name in names if (path / name).exists()]
     return min(times, default=0.0), max(times, default=0.0)

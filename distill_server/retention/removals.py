@@ -111,8 +111,9 @@ class Removals:
     def list_expired(self, cutoff: float, limit: int) -> Sequence[str]:
         """Return the ids of up to `limit` jobs that ended before the Unix time `cutoff`.
 
-        The oldest job is first. The end of an imported job is the time of its import. Pinned jobs
-        are excluded, and jobs with a dependent job that had not ended before `cutoff`.
+        The oldest job is first. For an imported job, the time of the import is used in place of its
+        end. Pinned jobs are left out. A job is also left out if another job depends on it and that
+        job had not ended before `cutoff`.
         """
         rows = self._db.execute(
             f"SELECT id FROM jobs AS ended WHERE {_OVER} AND NOT pinned"

@@ -14,7 +14,7 @@ from protos.errors import InvalidInput
 
 
 def encode_job(job: Job, dependencies: Sequence[str] = ()) -> pb.Job:
-    """Convert a job, without `config_json` and `checkpoints`, to keep listings small.
+    """Return the message for a job, without `config_json` and `checkpoints`, to keep lists small.
 
     `dependencies` are the ids of the jobs that must succeed before the job starts.
     """
@@ -41,7 +41,7 @@ def encode_job(job: Job, dependencies: Sequence[str] = ()) -> pb.Job:
 
 
 def encode_event(event: JobEvent) -> pb.JobEvent:
-    """Convert one event of a job."""
+    """Return the message for one event of a job."""
     return pb.JobEvent(
         seq=event.seq,
         time=event.time,
@@ -86,7 +86,7 @@ def decode_state(state: pb.JobState.ValueType) -> JobState | None:
 def decode_filter(request: pb.ListJobsRequest, caller: Caller, now: float) -> JobFilter:
     """Return the filter of a list. Raises InvalidInput for `mine` if the caller has no owner.
 
-    `now`: the time of the server's clock.
+    `now` is the current time of the server in Unix seconds.
     """
     if request.mine and not caller.owner:
         raise InvalidInput(

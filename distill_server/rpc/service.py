@@ -151,8 +151,10 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         return [encode_job(job, dependencies.get(job.id, ())) for job in jobs]
 
     def _explain_waits(self, jobs: Sequence[Job]) -> Sequence[Job]:
-        """Return the jobs. An empty phase of a queued job becomes its place in the queue and the
-        reason of its wait.
+        """Return the jobs with phases that explain the waits of queued jobs.
+
+        If the phase of a queued job is empty, it becomes the place in the queue and the reason to
+        wait.
         """
         is_waiting = [job.state is JobState.QUEUED and not job.phase for job in jobs]
         if self._read_places is None or not any(is_waiting):
@@ -228,7 +230,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
     async def BeginUpload(
         self, request: pb.BeginUploadRequest, context: _Context
     ) -> pb.BeginUploadResponse:
-        """Return the path of uploaded files, or the parts that the server does not have yet."""
+        """Return the path of the upload if it is complete, else the parts that are missing."""
         files = [UploadFile(file.path, file.size, file.sha256) for file in request.files]
         path, missing = await self._files.start(partial(self._uploads.begin, files))
         missing_files = [pb.MissingFile(sha256=file.sha256, offset=file.offset) for file in missing]

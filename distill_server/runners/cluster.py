@@ -16,7 +16,7 @@ _CovariantAnswer = TypeVar("_CovariantAnswer", covariant=True)
 
 
 class Jobs(Protocol[_CovariantAnswer]):
-    """The calls that a Cluster makes; calls may block.
+    """The interface through which a Cluster calls its cluster. The calls may block.
 
     The calls raise Unavailable if the cluster does not answer, and another DistillError if the
     cluster refuses the call.
@@ -34,7 +34,7 @@ class Jobs(Protocol[_CovariantAnswer]):
 
 @dataclass
 class _FollowedJob(Generic[_Answer]):
-    """A job of the cluster: the requests that were not sent yet, and the last known state."""
+    """A job of the cluster, its requests that were not sent yet, and its last known state."""
 
     entrypoint: str | None = None  # None once the cluster has accepted the job
     is_stopping: bool = False
@@ -43,7 +43,7 @@ class _FollowedJob(Generic[_Answer]):
 
 
 class Cluster(Generic[_Answer]):
-    """The last known state of the followed jobs of a cluster. No method blocks; thread-safe.
+    """Follows jobs of a cluster and returns their last known states. Thread-safe; never blocks.
 
     A daemon thread submits, stops and polls the jobs every `pause_seconds`. `title` is the
     cluster's name in messages.
@@ -60,13 +60,13 @@ class Cluster(Generic[_Answer]):
         threading.Thread(target=self._run, name="cluster", daemon=True).start()
 
     def submit(self, name: str, entrypoint: str) -> None:
-        """Follow a job, and start it as soon as the cluster can be reached."""
+        """Follow a job. The thread starts the job as soon as the cluster answers."""
         with self._lock:
             self._followed_jobs[name] = _FollowedJob(entrypoint)
         self._has_new_job.set()
 
     def stop(self, name: str) -> None:
-        """Stop a job; a job that was not yet submitted is not started."""
+        """Request the stop of a job. If the job was not submitted yet, it is never started."""
         with self._lock:
             job = self._followed_jobs.setdefault(name, _FollowedJob())
             job.is_stopping, job.entrypoint = True, None
@@ -74,7 +74,8 @@ class Cluster(Generic[_Answer]):
     def get_state(self, name: str) -> tuple[_Answer | None, str]:
         """Return a job's last state and the current problem of the cluster; follow the job.
 
-        The state is None before the first answer; the problem is "" if there is no problem.
+        The state is None before the first answer of the cluster. The problem is "" if there is
+        none.
         """
         with self._lock:
             job = self._followed_jobs.setdefault(name, _FollowedJob())
@@ -127,7 +128,7 @@ class Cluster(Generic[_Answer]):
     def _record_trouble(
         self, followed_jobs: list[tuple[str, _FollowedJob[_Answer]]], trouble: str
     ) -> None:
-        """Record the cluster's problem for each job, and log it when it begins or ends."""
+        """Set the cluster's problem for each job, and log the begin and the end of a problem."""
         for _, job in followed_jobs:
             job.trouble = trouble or job.trouble
         if trouble and not self._is_unreachable:

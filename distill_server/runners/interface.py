@@ -15,7 +15,7 @@ KILL_GRACE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Running:
-    """The attempt is running or will start. A `phase`, if any, replaces the trainer's phase."""
+    """The attempt is running or will start. `phase`, if not "", replaces the trainer's phase."""
 
     phase: str = ""
 
@@ -31,9 +31,10 @@ class Exited:
 class Lost:
     """The attempt is not running and its exit code is unknown.
 
-    `blameless`: the end is not the trainer's fault. The attempt never started, the machine was
-    rebooted, the attempt of an earlier server disappeared together with its shim (a restarted
-    container), or the cluster took its nodes away. `reason`: the cluster's explanation, if any.
+    - blameless: True if the trainer is not the cause of the end. The attempt never started, the
+      machine was rebooted, the attempt of an earlier server disappeared together with its shim (a
+      restarted container), or the cluster took its nodes away.
+    - reason: the cluster's explanation, if any.
     """
 
     blameless: bool

@@ -29,12 +29,14 @@ class Share:
 class Machine:
     """The resources for jobs. A job starts when a slot, its CPU threads and its GPUs are free.
 
-    `slots` is the number of jobs that run at once. `cpus_per_job` is the default number of CPU
-    threads of a job, which has at least one for each of its processes. `cpus` is the number of CPU
-    threads of all jobs together; 0 means slots * cpus_per_job. `gpus` are names as in
-    CUDA_VISIBLE_DEVICES; None means that GPUs are not divided among jobs. `has_teachers` means that
-    the server starts the teachers of `teacher.model`, at most `slots` at once, on GPUs of `gpus`.
-    `places_engines` means that the server finds GPUs for the engines of `rollouts.gpus`.
+    - slots: number of jobs that run at once.
+    - cpus_per_job: default number of CPU threads of a job. A job has at least one thread for each
+      of its processes.
+    - cpus: number of CPU threads of all jobs together; 0 means slots * cpus_per_job.
+    - gpus: names as in CUDA_VISIBLE_DEVICES; None means that GPUs are not divided among jobs.
+    - has_teachers: True if the server starts the teachers of `teacher.model`, at most `slots` at
+      once, on GPUs of `gpus`.
+    - places_engines: True if the server finds GPUs for the engines of `rollouts.gpus`.
     """
 
     slots: int = 1
@@ -112,10 +114,10 @@ class Machine:
             )
 
     def gpus_for(self, teacher: TeacherLink, shares: Sequence[Share]) -> tuple[str, ...] | None:
-        """Return free GPUs for a teacher; `shares` are the shares in use.
+        """Return free GPUs for a teacher; `shares` are the shares of running jobs and teachers.
 
-        None means that GPUs are not divided. Raises LookupError with the missing resource if too
-        few GPUs are free.
+        The result is None if GPUs are not divided. Raises LookupError, which names the missing
+        resource, if too few GPUs are free.
         """
         if self.gpus is None:
             return None
@@ -136,7 +138,7 @@ class Machine:
         return Share(cpus, tuple(self._free_gpus(shares)[: self.gpus_of_job(job)]))
 
     def explain_lack(self, job: AnyJob, shares: Sequence[Share]) -> str:
-        """Return the missing resource of a job; "" if the job can start.
+        """Return a text about the resource that a job waits for; "" if the job can start.
 
         `shares` are the shares in use.
         """
@@ -163,7 +165,7 @@ class Machine:
         return max(requested_cpus, min(job.processes, self.all_cpus))
 
     def gpus_of_job(self, job: AnyJob) -> int:
-        """Return the GPUs that the job holds while it runs; 0 if GPUs are not divided."""
+        """Return the number of GPUs that the job holds while it runs; 0 if GPUs are not divided."""
         requested_gpus = job.resources.gpus
         if requested_gpus is None:
             return 0 if self.gpus is None else job.gpus
@@ -201,5 +203,5 @@ def visible_gpus(count: int) -> tuple[str, ...]:
 
 
 def gpus_of_cluster(count: int) -> tuple[str, ...]:
-    """Return `count` placeholder names, for counting only: the cluster assigns the real GPUs."""
+    """Return `count` GPU names that are only counted: the cluster assigns the real GPUs."""
     return tuple(str(number) for number in range(count))

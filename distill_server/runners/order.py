@@ -1,7 +1,7 @@
 """The order for the driver of an attempt on a cluster: a file that the server writes.
 
-The order is not part of the job description, which every client of a cluster can list, because the
-environment of the order holds secrets.
+The order is not a part of the job description of the cluster, because every client of the cluster
+can read that description. The environment in the order holds secrets.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ from distill_server.runners.trainer_environment import (
 class TrainerOrder:
     """The processes of one attempt.
 
-    There are `processes` trainer processes: each runs Python with `arguments` and gets `cpus` CPUs
-    and `gpus` GPUs of one node. There are `engines` rollout services: each runs Python with
-    `engine_arguments` and gets `cpus` CPUs and `engine_gpus` GPUs of one node. `run` is the path of
-    the run directory. `folder` is the working directory for the job's relative paths; a node
-    without this directory uses the rank's directory.
+    - processes: number of trainer processes. Each runs Python with `arguments`, and gets `cpus`
+      CPUs and `gpus` GPUs of one node.
+    - engines: number of rollout services. Each runs Python with `engine_arguments`, and gets `cpus`
+      CPUs and `engine_gpus` GPUs of one node.
+    - run: path of the run directory.
+    - folder: working directory for the job's relative paths. A node without this directory uses the
+      rank's directory.
     """
 
     run: str
@@ -68,11 +70,11 @@ def place_order(
     share: Share,
     **resources: Any,
 ) -> Path:
-    """Raise the fence of an attempt, write its order and return the file.
+    """Forbid earlier attempts to write to the run directory, and write the order of this attempt.
 
-    `command` builds the command line of one process: the driver runs it once per rank. `resources`
-    are the fields of TrainerOrder for GPUs and engines. Raises OSError if the order cannot be
-    written.
+    Returns the file of the order. `command` builds the command line of one process: the driver runs
+    it once per rank. `resources` are the fields of TrainerOrder for GPUs and engines. Raises
+    OSError if the order cannot be written.
     """
     fence = raise_fence(run.path, attempt)
     directory = run.logs(attempt)
@@ -96,7 +98,7 @@ def place_order(
 
 
 def write_order(path: Path, order: TrainerOrder) -> None:
-    """Write the order durably, with mode 600."""
+    """Write the order to `path` durably; only this user may read the file (mode 600)."""
     descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
     with open(descriptor, "w") as file:
         json.dump(asdict(order), file)
@@ -105,12 +107,12 @@ def write_order(path: Path, order: TrainerOrder) -> None:
 
 
 def read_order(path: Path) -> TrainerOrder:
-    """Read an order."""
+    """Return the order in the file `path`."""
     return TrainerOrder(**json.loads(path.read_text()))
 
 
 def take_order(path: Path) -> TrainerOrder:
-    """Read an order and remove its file."""
+    """Return the order in the file `path`, and delete the file."""
     order = read_order(path)
     path.unlink()
     return order

@@ -72,8 +72,8 @@ def threads_of(share: Share, processes: int) -> int:
 def attempt_tokens(job_id: str, attempt: int) -> dict[str, str]:
     """Return $DISTILL_TEACHER_TOKEN and $DISTILL_ROLLOUTS_TOKEN of one attempt.
 
-    A token that the server does not have is left out. Each token is valid for the attempt only, and
-    is derived from the server's own token at each start, so a token that is replaced in the
+    A token that the server does not have is left out. Each token is valid only for this attempt. It
+    is derived from the server's own token at the start of the attempt. So a new token in the
     server's file takes effect with the next attempt. Raises InvalidInput if a file cannot be read.
     """
     parents = {name: token_of(name) for name in (TEACHER_TOKEN, ROLLOUTS_TOKEN)}

@@ -54,9 +54,9 @@ _RECORD = TypeAdapter(Record)
 
 
 def key_of(teacher: TeacherLink) -> str:
-    """Return the key of a model and its options; it changes with the files of a local model.
+    """Return the key of a teacher: a digest of its model and its options.
 
-    Jobs with equal keys share a teacher.
+    The key also changes with the files of a local model. Jobs with equal keys share a teacher.
     """
     assert teacher.model is not None
     identity = [
@@ -74,7 +74,7 @@ def _list_files(path: Path) -> list[tuple[str, int, int]]:
 
 
 def home_of(runs: Path, key: str) -> RunDirectory:
-    """Return the directory of a teacher; its logs are laid out as in a run directory."""
+    """Return the directory of a teacher. It has the same layout of logs as a run directory."""
     return RunDirectory(runs / _NAME / key)
 
 

@@ -29,7 +29,10 @@ _TROUBLE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class TeacherReady:
-    """The job can start. `key` and `address` of its teacher are "" if the server runs none."""
+    """The job can start.
+
+    `key` and `address` are those of its teacher; "" if the server does not run the job's teacher.
+    """
 
     key: str = ""
     address: str = ""
@@ -49,14 +52,21 @@ class TeacherAwaited:
 
 @dataclass(frozen=True)
 class NoRoomForTeacher:
-    """The free resources do not suffice for job and teacher. `phase` is the job's new phase."""
+    """The job waits because its teacher finds too few free resources, and blocks the queue.
+
+    `phase` is the job's new phase.
+    """
 
     phase: str
 
 
 @dataclass(frozen=True)
 class _IdentifiedTeacher:
-    """The key and options of one attempt's teacher, or the `problem` if they are not known."""
+    """The teacher that one attempt needs.
+
+    - key, config: key and options of the teacher; `config` is None if they cannot be found.
+    - problem: the reason, if `config` is None.
+    """
 
     key: str = ""
     config: TeacherLink | None = None
@@ -85,7 +95,10 @@ class TeacherNeeds:
         self._requested_attempts: set[tuple[str, int]] = set()
 
     def begin_pass(self) -> None:
-        """Begin a pass through the queue; drop the jobs that the last pass did not check."""
+        """Begin a pass through the queue.
+
+        The teachers of attempts that the last pass did not check are forgotten.
+        """
         self._identified = {
             job: identified
             for job, identified in self._identified.items()
@@ -127,12 +140,12 @@ class TeacherNeeds:
         return TeacherAwaited(teacher.phase(), None if teacher.state == "RESTING" else share)
 
     def make_room(self) -> None:
-        """Stop the teachers that are needed neither by active jobs nor by jobs of this pass."""
+        """Stop the idle teachers: no active job uses them, and no job of this pass needs them."""
         for teacher in self._list_idle():
             self.teachers.stop(teacher)
 
     def idle_shares(self) -> list[Share]:
-        """Return the GPU shares of the idle teachers, which `make_room` would stop."""
+        """Return the shares (GPUs) of the idle teachers, which `make_room` would stop."""
         return [teacher.share for teacher in self._list_idle()]
 
     def _list_idle(self) -> list[TeacherProcess]:
@@ -159,7 +172,7 @@ class TeacherNeeds:
 
 
 def _identify_teacher(config: AnyJob, runs: Path, jobs_read: dict[str, Job]) -> _IdentifiedTeacher:
-    """Read the files of the model of a job's teacher to compute its key; blocking."""
+    """Return the key and options of a job's teacher, from the files of its model. Blocking."""
     teacher = with_paths(config, runs, jobs_read).started_teacher
     assert teacher is not None
     return _IdentifiedTeacher(key_of(teacher), teacher)

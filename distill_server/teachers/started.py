@@ -2,7 +2,7 @@
 
 Each teacher runs under a shim, as a trainer does, and outlives the server. The next server finds
 the teachers by their directories (`home.py`) and follows them. Without a server, a teacher ends
-some time after the last trainer (`runners/local/lease.py`).
+some time after the end of the last trainer (`runners/local/lease.py`).
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ STATES = ("READY", "LOADING", "RESTING", "STOPPING", "FAILED")
 class TeacherProcess:
     """One teacher: its record on the disk and its state in this server.
 
-    - address: "" until the teacher listens; until then, `stage` is the stage of the start.
-    - since: Unix time of the last start or stop.
-    - deaths: how often the process has ended since the teacher last listened; `rests_until` is the
-      monotonic time of the next start.
     - used_at: monotonic time of the last use by a running or waiting job.
+    - since: Unix time of the last start or stop.
+    - address: address of the teacher; "" until it listens.
+    - stage: stage of the start, until the teacher listens.
+    - deaths: number of ends of the process since the teacher last listened.
+    - rests_until: monotonic time before which a dead teacher is not started again.
     - trouble: reason of the last end.
-    - failure: reason why the server does not restart the teacher; `is_failure_reported` is True if
-      a job has FAILED with this reason.
+    - failure: reason why the server does not restart the teacher; "" if it does.
+    - is_failure_reported: True if a job has FAILED with the reason `failure`.
     - is_inherited: True if an earlier server started the teacher and this server has not polled it.
     - task: the current call for this teacher.
     """
@@ -73,7 +74,7 @@ class TeacherProcess:
 
     @property
     def state(self) -> str:
-        """The state that users see: READY, LOADING, RESTING (it died), STOPPING or FAILED."""
+        """The state that users see: READY, LOADING, STOPPING, FAILED, or RESTING after it died."""
         if self.failure:
             return "FAILED"
         if self.is_stopping:
@@ -171,7 +172,10 @@ class StartedTeachers:
             task.cancel()
 
     def touch(self, key: str) -> TeacherProcess | None:
-        """Return the teacher with this key, marked as used now; None if it is not started."""
+        """Return the teacher with this key, or None if it is not started.
+
+        Sets the time of the teacher's last use to now.
+        """
         teacher = self._teachers.get(key)
         if teacher is not None:
             teacher.used_at = time.monotonic()
@@ -180,7 +184,7 @@ class StartedTeachers:
     def start(self, key: str, config: TeacherLink, shares: Sequence[Share]) -> TeacherProcess:
         """Start a teacher; `shares` are the shares in use.
 
-        Raises LookupError with the missing resource if the machine has too little free.
+        Raises LookupError, which names the missing resource, if the machine has too little free.
         """
         running_count = sum(not teacher.failure for teacher in self._teachers.values())
         if running_count >= self._machine.slots:
@@ -237,7 +241,7 @@ class StartedTeachers:
         teacher.task = asyncio.create_task(run_guarded())
 
     async def _remove_teacher(self, teacher: TeacherProcess) -> None:
-        """Remove a teacher that does not run any more, with its directory."""
+        """Remove a teacher that has ended, and delete its directory."""
         await self._files.start(partial(homes.remove, teacher.home))
         self._teachers.pop(teacher.key, None)
 

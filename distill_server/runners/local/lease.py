@@ -1,8 +1,8 @@
-"""The lease of a process that serves a server's jobs and outlives the server. At the end of the
-lease, the process ends.
+"""The lease of a process that serves a server's jobs and outlives the server.
 
-The server renews the lease whenever it polls the process. Without a server, the process is needed
-as long as trainers of the server run: each of them has a shim that touches its `heartbeat`.
+The process ends when its lease is over. The server renews the lease whenever it polls the process.
+Without a server, the process is needed as long as trainers of the server run. A trainer renews the
+lease too: its shim touches the file `heartbeat`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ LEASE_FILE = "lease"
 
 @dataclass
 class Lease:
-    """Ends when neither the server nor a trainer has been seen for `seconds`.
+    """A lease that is over after `seconds` without any sign of a server or a trainer.
 
-    file: the file that the server touches. runs: the directory of the runs whose trainers count.
+    - file: the server touches this file.
+    - runs: the directory of the runs; their trainers touch the `heartbeat` files in it.
+
     Only times of files are compared with each other, so a change of the clock does not end a lease.
     """
 
@@ -36,7 +38,7 @@ class Lease:
         self._renewed_at = self.clock()
 
     def is_over(self) -> bool:
-        """Return whether the lease is over. Raises OSError if the directories do not answer."""
+        """Return True if the lease is over. Raises OSError if the directories do not answer."""
         server_time = _time_of(self.file)
         if server_time != self._server_time:
             self._server_time, self._renewed_at = server_time, self.clock()

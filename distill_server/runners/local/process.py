@@ -206,7 +206,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def claim(directory: Path) -> bool:
-    """Claim an attempt by creating a file in its directory; True for the first caller only.
+    """Claim an attempt by creating a file in its directory. True only for the first caller.
 
     A shim claims its attempt before it starts the trainer. A server that finds no shim claims the
     attempt before it declares the attempt lost. So a shim that starts late starts no trainer.

@@ -52,7 +52,8 @@ _START_SECONDS = 30.0
 class LocalRunner:
     """Runs trainers as processes of this machine. One instance per server.
 
-    Thread-safe, if calls for the same run directory do not overlap. Only `stop` may overlap others.
+    Thread-safe for different run directories. For one run directory, only `stop` may be called
+    while another call runs.
     """
 
     def __init__(
@@ -62,9 +63,11 @@ class LocalRunner:
         has_trackers: bool = True,
         lease: tuple[Path, float] | None = None,
     ) -> None:
-        """`has_trackers`: false for programs that must not get the keys of trackers. `lease`:
-        (runs, seconds), the directory of the runs whose trainers need the programs. A program ends
-        if, for `seconds`, no server has polled it and no trainer has needed it.
+        """`command` builds the command line of an attempt.
+
+        - has_trackers: False for programs that must not get the keys of experiment trackers.
+        - lease: (runs, seconds) gives each program a lease, None gives none. The program ends if
+          for `seconds` no server polls it and no trainer runs in the directory `runs`.
         """
         self._lease = lease
         self._command = command
@@ -140,7 +143,8 @@ class LocalRunner:
     def stop(self, run: RunDirectory, attempt: int, *, now: bool) -> None:
         """Send SIGTERM, and SIGKILL after a grace period; with `now`, only SIGKILL.
 
-        A shim that is stopped, as by SIGSTOP, is continued: the shim sends the signals.
+        The shim sends these signals. If the shim is suspended, for example by SIGSTOP, it is
+        continued first.
         """
         directory = run.logs(attempt)
         signum = signal.SIGQUIT if now else signal.SIGTERM
@@ -151,7 +155,10 @@ class LocalRunner:
                 send_signal(card.shim, signal_to_shim)
 
     def _judge_unstarted(self, directory: Path) -> Outcome:
-        """Return Running if a shim without shim.json may still be starting, else Lost."""
+        """Return the state of an attempt without shim.json.
+
+        The state is Running if its shim may still be starting, else Lost.
+        """
         if directory in self._children:
             return Running()
         if not directory.is_dir() or claim(directory):

@@ -111,7 +111,7 @@ def supervise(
 
 
 def _write_exit(directory: Path, code: int) -> None:
-    """Write exit.json; retry while the disk is full, because the job's verdict depends on it."""
+    """Write exit.json, from which the job's verdict is made. Retries while the disk is full."""
     while directory.is_dir():
         try:
             write_json(directory / "exit.json", {"code": code, "ended_at": time.time()})
@@ -212,7 +212,7 @@ def _write_processes(directory: Path, previous: list[Identity]) -> list[Identity
 
 
 def _reap_orphans(trainer: int) -> None:
-    """Collect the exit states of ended children; stop at the trainer if it has ended."""
+    """Collect the exit states of ended child processes, up to the trainer's if it has ended."""
     while child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
         if child.si_pid == trainer:
             return

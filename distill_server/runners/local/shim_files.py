@@ -62,8 +62,8 @@ _LOOK_SECONDS = 0.5
 class LivingShims:
     """The shims under `directories` that are alive: they have a shim.json and no exit.json.
 
-    A shim whose node has died never writes exit.json. It counts as gone when its heartbeat file has
-    not changed for 15 s by this node's clock.
+    If the node of a shim has died, the shim never writes exit.json. Such a shim is treated as gone
+    when its heartbeat file has not changed for 15 s of this node's clock.
     """
 
     def __init__(self, directories: Iterable[Path]) -> None:
@@ -82,7 +82,10 @@ class LivingShims:
         return silent_seconds < _SILENCE_SECONDS and not (path / "exit.json").exists()
 
     def _read_beat(self, path: Path) -> tuple[int, float]:
-        """Return the heartbeat's mtime in ns, and the monotonic time of its last seen change."""
+        """Return the mtime of the heartbeat file in ns, and when its last change was seen.
+
+        The second value is in seconds of the monotonic clock.
+        """
         previous_time, since = self._beats[path]
         modified_time = _modification_time(path / "heartbeat")
         return (
@@ -93,7 +96,10 @@ class LivingShims:
 
 
 def attempts_before(directory: Path) -> list[Path]:
-    """Return the log directories of the attempts before the attempt that logs to `directory`."""
+    """Return the log directories of all attempts before one attempt.
+
+    `directory` is the log directory of this one attempt.
+    """
     number = _attempt_number(directory)
     return [path for path in directory.parent.glob("attempt-*") if _attempt_number(path) < number]
 

@@ -37,9 +37,12 @@ class Gpu:
 class Usage:
     """The resources that the processes of an attempt use.
 
-    `cpu_seconds` is the CPU time since their start, including ended child processes.
-    `memory_bytes` is resident memory; a page that two processes share is counted twice. `cpus` and
-    `machine_memory` are the CPU threads of the machine and its memory in bytes.
+    - processes: number of processes.
+    - cpu_seconds: CPU time since the start of the processes, including ended child processes.
+    - memory_bytes: resident memory; a page that two processes share is counted twice.
+    - cpus: number of CPU threads of the machine.
+    - machine_memory: memory of the machine in bytes.
+    - gpus: the GPUs that the processes can use.
     """
 
     processes: int
@@ -91,7 +94,7 @@ def all_gpus() -> list[Gpu]:
 
 
 def _parse_gpu(line: str) -> Gpu | None:
-    """Parse one line of nvidia-smi: MiB and percent, `[N/A]` for an unknown value."""
+    """Parse one line of nvidia-smi. Memory is in MiB, use in percent; `[N/A]` means unknown."""
     fields = [field.strip() for field in line.split(",")]
     if len(fields) != _GPU_FIELDS.count(",") + 1 or not fields[0].isdecimal():
         return None

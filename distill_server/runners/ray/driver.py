@@ -103,7 +103,10 @@ class RayDriver:
         return first_failure[1] if first_failure else 0
 
     def _log_first_failure(self, rank: int, code: int) -> None:
-        """Log which process ended first, and Ray's reason, in the log of rank 0 that users read."""
+        """Append a line to the log of rank 0, which users read, about the process that ended first.
+
+        The line has the exit code and, if known, Ray's reason.
+        """
         reason = self._loss_reasons.get(rank)
         if reason or self._order.processes > 1:
             with self._log_file(0).open(
@@ -116,14 +119,17 @@ class RayDriver:
         self._is_terminated = True
 
     def _wait_until(self, ready: Callable[[], bool]) -> bool:
-        """Wait until `ready` returns True; False if the attempt is to stop first."""
+        """Wait until `ready` returns True; return True then, or False if the attempt must stop."""
         while not ready():
             if self._is_terminated or is_fenced() or self._run.read_control().stop:
                 return False
         return True
 
     def _is_placed(self, group: Any, bundles: Sequence[Mapping[str, float]]) -> bool:
-        """Wait briefly for places. Without places, write the missing resources to waiting.json."""
+        """Wait briefly, and return True if the cluster has placed all processes.
+
+        Otherwise, the missing resources are written to waiting.json.
+        """
         waiting_file = self._directory / "waiting.json"
         if group.wait(_LOOK_SECONDS):
             with suppress(OSError):
@@ -139,10 +145,10 @@ class RayDriver:
         return False
 
     def _start_ranks(self, group: Any) -> dict[Any, int] | None:
-        """Start all processes; return each rank by the Ray reference to its exit code.
+        """Start all trainer processes. Return each rank by the Ray reference to its exit code.
 
-        Processes on the same node get consecutive ranks. Returns None if the attempt is to stop
-        before its rollout services have their places.
+        Processes on the same node get consecutive ranks. Returns None if the attempt must stop
+        before its rollout services are placed.
         """
         order = self._order
         actors = [_create_actor(group, n, order.cpus, order.gpus) for n in range(order.processes)]
@@ -227,7 +233,7 @@ class RayDriver:
 
 
 class EngineActor:
-    """The Ray actor of one rollout service, as `Engines` calls it."""
+    """The Ray actor of one rollout service, with the interface that `Engines` calls (`Actor`)."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -275,7 +281,10 @@ def _get_if_ready(future: Any) -> Any:
 
 
 def _cluster_variables() -> dict[str, str]:
-    """Return the variables that connect a capture to this cluster, where it starts its engines."""
+    """Return the environment variables that connect a process to this cluster.
+
+    A capture uses them: it starts its engines on the cluster.
+    """
     token_variables = {
         name: os.environ[name]
         for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")

@@ -54,7 +54,7 @@ class Actor(Protocol):
         """Return the exit code of the process; None while it runs. Raises LostActor."""
 
     def stop(self, directory: Path) -> None:
-        """Kill the process, whose shim has this directory."""
+        """Kill the process; `directory` is the directory of its shim."""
 
     def close(self) -> None:
         """Release the resources; a process that still runs is killed."""
@@ -72,9 +72,11 @@ class EngineProcess:
 
 @dataclass
 class _Engine:
-    """One service. `starts` counts the starts of its process, `ends` has the times of its ends.
+    """One rollout service.
 
-    `entry` is the service in the list that the trainer reads.
+    - starts: number of starts of its process.
+    - ends: the times of the newest ends of its process.
+    - entry: the record of the service in the list that the trainer reads.
     """
 
     number: int
@@ -118,10 +120,11 @@ class Engines:
         return {PLACED_VARIABLE: str(self._file), ROLLOUTS_TOKEN: self._token}
 
     def start(self, trainer_nodes: Collection[str]) -> bool:
-        """Start the services when each has a place, and write the list that the trainer reads.
+        """Try to start the services. Returns True when all have a place and are being started.
 
-        `trainer_nodes` are the nodes of the trainer's processes. Returns False as long as a service
-        has no place, because the node of a service determines how the service gets weights.
+        `trainer_nodes` are the nodes of the trainer's processes. No service starts before all
+        services have a place, because the nodes determine how the services get weights. The started
+        services are written to the list that the trainer reads.
         """
         for engine in self._engines:
             engine.place = engine.place or self._find_place(engine)
@@ -135,7 +138,7 @@ class Engines:
         return True
 
     def update(self) -> None:
-        """Start the services that Ray has put on a node, and restart those that have ended."""
+        """Start the services that Ray has placed on a node, and restart services that ended."""
         for engine in self._engines:
             if not engine.entry.problem:
                 self._update_engine(engine)
@@ -206,7 +209,10 @@ class Engines:
         )
 
     def _replace_or_give_up(self, engine: _Engine, reason: str) -> None:
-        """Replace a service that ended by itself, unless it never starts, or ends too often."""
+        """Start a service again that ended by itself.
+
+        A service that was never ready, or that ended too often, is given up.
+        """
         error_lines = [
             line for line in self._read_log(engine).splitlines() if line.startswith("error: ")
         ]
@@ -236,7 +242,7 @@ class Engines:
         return self._directory / f"rollouts-{engine.number}.log"
 
     def _read_log(self, engine: _Engine) -> str:
-        """Return the log of the process since its start."""
+        """Return the part of the service's log since the start of its process."""
         if engine.directory is None:
             return ""
         try:

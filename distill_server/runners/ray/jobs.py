@@ -133,7 +133,7 @@ def _client_class() -> Callable[[str], Any]:
     from ray.job_submission import JobSubmissionClient
 
     class Impatient(JobSubmissionClient):  # type: ignore[misc]
-        """Adds a timeout to every request, also to the one in the constructor of Ray's client."""
+        """Ray's client with a timeout for every request, also in its constructor."""
 
         def _do_request(self, *arguments: Any, **options: Any) -> Any:
             return super()._do_request(*arguments, **options, timeout=_TIMEOUT_SECONDS)

@@ -1,4 +1,4 @@
-"""The places of an attempt's processes on the cluster, what they wait for, and their variables."""
+"""The places of an attempt's processes on the cluster, missing resources, and variables."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ class ActorPlace:
 
 
 def shortage(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> str:
-    """Return what processes without a place wait for: a larger node, or free resources.
+    """Return the resources that processes without a place wait for, as a text.
 
-    `bundles` are the CPUs and GPUs of each process, `nodes` the CPUs and GPUs of each live node.
+    They wait for a larger node or for free resources. `bundles` are the CPUs and GPUs of each
+    process, `nodes` the CPUs and GPUs of each live node.
     """
     counts = Counter(
         tuple((name, amount) for name, amount in bundle.items() if amount) for bundle in bundles

@@ -1,4 +1,4 @@
-"""The Ray actor that runs a process of a trainer, or a rollout service; nodes import this."""
+"""The Ray actor that runs a trainer process or a rollout service. All nodes import this module."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class RayRunner:
         return Running("" if has_begun else _waiting_phase(directory))
 
     def stop(self, run: RunDirectory, attempt: int, *, now: bool) -> None:
-        """Stop the driver, which reads from control.json whether to stop at once. Repeatable."""
+        """Stop the driver. It reads from control.json whether it must stop at once. Repeatable."""
         self._cluster.stop(attempt_name(run, attempt))
 
     def _forget_attempt(self, name: str, directory: Path) -> None:

@@ -55,8 +55,8 @@ def main() -> int:
 class SlurmDriver:
     """Starts and follows the ranks of one attempt.
 
-    `path` is the file of the order; the logs are in its directory. `is_terminated`: SIGTERM
-    was received.
+    - path: the file of the order; the logs are in its directory.
+    - is_terminated: True if the driver has received SIGTERM.
     """
 
     def __init__(self, order: TrainerOrder, path: Path) -> None:
@@ -88,7 +88,7 @@ class SlurmDriver:
         self.is_terminated = True
 
     def _start_srun(self) -> int:
-        """Start srun outside of this process tree; return a pipe that srun's end closes.
+        """Start srun outside of this process tree. Return the pipe that is closed when srun ends.
 
         srun kills its ranks when it gets SIGTERM, and some process trackers of Slurm send SIGTERM
         to all descendants of the batch script. The ranks get SIGTERM from the slurmd of their node.
@@ -118,7 +118,10 @@ class SlurmDriver:
         return read_end
 
     def _wait_for_ranks(self, pipe: int) -> None:
-        """Wait for the end of srun, or of all ranks: srun may outlive them if Slurm is silent."""
+        """Wait for the end of srun or of all ranks, whichever is first.
+
+        If Slurm does not answer, srun can run longer than its ranks.
+        """
         ranks = [self._directory / f"rank-{rank}" for rank in range(self._order.processes)]
         while not select.select([pipe], [], [], _LOOK_SECONDS)[0]:
             if all((rank / "exit.json").exists() for rank in ranks):

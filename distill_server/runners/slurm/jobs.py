@@ -51,7 +51,7 @@ class ListedJob:
 
     @property
     def is_ended(self) -> bool:
-        """Whether all processes of the job have ended."""
+        """True if all processes of the job have ended."""
         return self.state in _ENDED
 
 
@@ -141,7 +141,10 @@ def _list_jobs(names: Iterable[str]) -> dict[str, ListedJob]:
 
 
 def _order_key(job: ListedJob) -> int:
-    """Return the sort key of jobs with one name: 3 running, 2 pending, 1 failed, 0 completed."""
+    """Return the sort key of a job: 3 running, 2 pending, 1 failed, 0 completed.
+
+    It orders several jobs with the same name.
+    """
     if job.is_ended:
         return int(job.state != "COMPLETED")
     return 2 if job.state == "PENDING" else 3

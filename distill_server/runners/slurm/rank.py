@@ -43,9 +43,10 @@ def main() -> int:
 
 
 def rank_variables(slurm: Mapping[str, str], port: str) -> dict[str, str]:
-    """Return RANK, WORLD_SIZE and so on, from the environment variables of a Slurm step.
+    """Return RANK, WORLD_SIZE, MASTER_ADDR and so on for a rank.
 
-    Rank 0 is on the node of the driver, where `port` was free.
+    `slurm` has the environment variables of the Slurm step. Rank 0 is on the node of the driver,
+    where `port` was free.
     """
     tasks_by_node = tasks_per_node(slurm["SLURM_STEP_TASKS_PER_NODE"])
     return {

@@ -60,7 +60,11 @@ _NOT_SHARED = (
 
 @dataclass
 class _Watch:
-    """The state of an attempt from the time when its job ended, or was not listed any more."""
+    """The time since the job of an attempt ended, or since squeue stopped to list the job.
+
+    - is_resubmitted: True if the job was submitted again.
+    - shims: the shims of the attempt, if the runner waits for their end.
+    """
 
     since: float = field(default_factory=time.monotonic)
     is_resubmitted: bool = False
@@ -147,12 +151,12 @@ class SlurmRunner:
     def stop(self, run: RunDirectory, attempt: int, *, now: bool) -> None:
         """Cancel the job in Slurm. Repeatable.
 
-        Its processes get SIGTERM; the shims read from control.json how long they may go on.
+        The processes of the job get SIGTERM. Their shims read the grace period from control.json.
         """
         self._cluster.stop(attempt_name(run, attempt))
 
     def _judge_unlisted(self, run: RunDirectory, attempt: int) -> Outcome:
-        """Judge an attempt that squeue does not list."""
+        """Return the state of an attempt whose job squeue does not list."""
         name, directory = attempt_name(run, attempt), run.logs(attempt)
         if not directory.is_dir():
             return self._end_attempt(name, directory, Lost(blameless=True))  # removed by hand
