@@ -81,7 +81,7 @@ class AsyncDistillClient:
         timeout: float = 10.0,
         patience_seconds: float = 60.0,
     ) -> None:
-        """See DistillClient. The connection opens on the first call."""
+        """Arguments as for DistillClient. The connection opens on the first call."""
         settings = {"timeout": timeout, "patience_seconds": patience_seconds}
         self._copy = partial(AsyncDistillClient, address, **settings)
         self._client = DistillClient(address, **settings)

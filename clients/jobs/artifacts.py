@@ -22,13 +22,13 @@ Checkpoint: TypeAlias = int | Literal["best", "last"]
 
 
 def checkpoint_step(job: Job, checkpoint: Checkpoint, points: Callable[[], Sequence[Point]]) -> int:
-    """Return the step of the checkpoint that `checkpoint` names.
+    """Return the step of the checkpoint that a user names: a step, "last" or "best".
 
-    `points` returns the metrics of the job; it is called only for "best". The existence of a given
-    step is not checked.
+    - `checkpoint`: the name; a step is returned without a check that its checkpoint exists
+    - `points`: returns the metrics of the job, which only "best" needs
 
-    Raises InvalidInput if `checkpoint` is another word, and NotFound if the job has no checkpoint,
-    or for "best" no checkpoint with an evaluation.
+    Raises InvalidInput for any other word. Raises NotFound if the job has no checkpoint, or, for
+    "best", no checkpoint with an evaluation.
     """
     if isinstance(checkpoint, int):
         return checkpoint
@@ -69,7 +69,10 @@ def pull_record(
     *,
     checkpoint: Checkpoint | None = None,
 ) -> Path:
-    """Copy from the run directory `path` as `pull_run` does. `record` has the job's state."""
+    """Copy the export or a checkpoint from the run directory `path`, as `pull_run` does.
+
+    `record`: the job of this run directory with its state and metrics, which the caller has read.
+    """
     step = None
     if checkpoint is not None:
         step = checkpoint_step(record.job, checkpoint, lambda: record.points)

@@ -50,10 +50,11 @@ _Job = TypeVar("_Job", bound=AnyJob)
 
 
 class JobHandle(JobDisplay):
-    """A job as reported by the server, with the methods of DistillClient for this job.
+    """A job as the server described it, with the methods of DistillClient for this job.
 
-    Values do not change. `refresh` and `wait` return a handle with new values. Each method raises
-    the errors of the DistillClient method with the same name.
+    The fields of a handle do not change while the job runs. `refresh` and `wait` return a new
+    handle with new values. Each method raises the errors of the DistillClient method with the same
+    name.
     """
 
     client: DistillClient  # no field: the values of a job can be copied and printed without it
@@ -63,7 +64,10 @@ class JobHandle(JobDisplay):
         return self.client.get(self.id)
 
     def record(self, *, with_notes: bool = False) -> JobRecord:
-        """Return the job as it is now, with its metrics; see `JobDisplay`."""
+        """Ask the server for the job and its metrics as they are now, and return them.
+
+        `with_notes`: also the samples, the preview and the environment of the job.
+        """
         job = self.refresh()
         points = points_of(job.history()) if job.metrics else []
         return JobRecord(job, points, self._read_notes() if with_notes else Notes())
@@ -107,11 +111,11 @@ class JobHandle(JobDisplay):
 
 
 class DistillClient:
-    """A connection to one distill server. Safe to share between threads.
+    """A connection to one distill server. Several threads can share a client.
 
-    A copy, such as one in a process that was started by spawn, has a connection of its own, and the
-    token of its process. A forked child of a process with a connection cannot use one: each call
-    raises WrongState there.
+    A copy of a client, such as the copy in a process that multiprocessing starts with "spawn",
+    opens its own connection, with the token in the environment of its process. In a process that
+    was forked after the connection opened, each call raises WrongState.
 
     Methods raise only exceptions of protos.errors, and Unavailable if the server cannot be reached.
     A `job_id` is an id, an unambiguous prefix of an id, or "@last" for the newest job. An unknown
@@ -127,9 +131,11 @@ class DistillClient:
     ) -> None:
         """Prepare a channel. The connection opens on the first call.
 
-        - `address`: HOST:PORT, or https://HOST:PORT for TLS (see protos/rpc/channel.py for tokens)
-        - `timeout`: seconds for one unary call; streams have no timeout
+        - `address`: HOST:PORT, or https://HOST:PORT for TLS
+        - `timeout`: time limit of a unary call, in seconds; streams have no limit
         - `patience_seconds`: how long a stream waits for a server that cannot be reached
+
+        The token comes from environment variables, which protos/rpc/channel.py lists.
         """
         # A copy in another process opens a connection of its own, with the token of that process.
         self._copy = partial(
@@ -172,13 +178,16 @@ class DistillClient:
     ) -> JobHandle:
         """Queue a job, and return it.
 
-        `job`: a job such as OnPolicyJob, the result of `load_job`, or a dict with the tables of a
-        job file. Paths of files on this machine become absolute. `upload`: send these files to the
-        server, as `upload` does. The text of a job file is stored in the run directory. A second
-        submission with the same `idempotency_key` returns the first job.
+        - `job`: a job such as OnPolicyJob, the result of `load_job`, or a dict with the tables of a
+          job file. Paths of files on this machine become absolute. The text of a job file is stored
+          in the run directory.
+        - `upload`: send the files on this machine to the server, as the method `upload` does
+        - `report`: a function that is called with the progress of the upload
+        - `idempotency_key`: a second submission with the same key queues nothing, and returns the
+          first job
 
-        Raises InvalidInput with all problems of the job, and the errors of the server's checks of
-        the job, such as InvalidInput or WrongState.
+        Raises InvalidInput with all problems of the job, and the errors that the server's own
+        checks of the job find, such as InvalidInput or WrongState.
         """
         [file] = self._prepare([load_job(job)], upload, report)
         key = idempotency_key or secrets.token_hex(16)
@@ -197,10 +206,11 @@ class DistillClient:
         report: Report = lambda progress: None,
         idempotency_key: str = "",
     ) -> JobList[JobHandle]:
-        """Queue all of the jobs or none, and return the jobs in the same order.
+        """Queue all of the jobs, or none if one is refused. Return the jobs in the same order.
 
         `after` and values such as `@NAME/store` may refer to earlier jobs of the list. A dict with
-        a table `sweep` gives several jobs. Arguments and errors are those of `submit`.
+        a table `sweep` gives several jobs. The other arguments and the errors are those of
+        `submit`.
         """
         if isinstance(jobs, Mapping | Table | str) or not isinstance(jobs, Iterable):
             raise InvalidInput("submit_all takes several jobs", hint="give a list of jobs")
@@ -232,7 +242,10 @@ class DistillClient:
         return JobList(_handle_of(self, job) for job in send_known_keys(send).jobs)
 
     def _prepare(self, files: Sequence[JobFile], upload: bool, report: Report) -> list[JobFile]:
-        """Return the jobs with paths that the server can open."""
+        """Return the jobs with paths that the server can open.
+
+        These are the paths of the uploaded files, or absolute paths.
+        """
         configs = [file.config for file in files]
         configs = self.upload(configs, report) if upload else [*map(localized, configs)]
         return [replace(file, config=config) for file, config in zip(files, configs, strict=True)]
@@ -288,12 +301,17 @@ class DistillClient:
     ) -> JobList[JobHandle]:
         """Return up to `limit` jobs, newest first.
 
-        `state`: only jobs in this state, or in one of these states. `older_than_seconds`: only jobs
-        that ended or, if they have not ended, were submitted at least so long ago by the server's
-        clock; raises WrongState if the server is too old for this.
-        `owner`: only jobs of this owner. `mine`: only jobs of the owner of this client's token;
-        raises InvalidInput if the token has no owner. `labels`: only jobs with all of these labels.
-        For the next page, pass the id of the last job as `before_id`.
+        Each of these filters keeps only some jobs:
+
+        - `state`: jobs in this state, or in one of these states
+        - `older_than_seconds`: jobs that ended at least so long ago, by the clock of the server.
+          For a job that has not ended, the time of its submission is compared.
+        - `owner`: jobs of this owner
+        - `mine`: jobs of the owner of this client's token
+        - `labels`: jobs that have all of these labels
+
+        For the next page, pass the id of the last job as `before_id`. Raises InvalidInput for
+        `mine` if the token has no owner, and WrongState if the server is too old for a filter.
         """
         states = [state] if isinstance(state, str) else [*(state or ())]
         for name in states:
@@ -361,7 +379,8 @@ class DistillClient:
     def remove(self, job_id: str) -> JobHandle:
         """Remove a finished job with its files on the server, and return its last state.
 
-        Raises WrongState if the job has not ended, is pinned, or needed by an unfinished job.
+        Raises WrongState if the job has not ended, if it is pinned, or if an unfinished job needs
+        it.
         """
         # Do not retry: if only the reply was lost, a second call would not find the job.
         request = pb.RemoveJobRequest(job_id=_checked_id(job_id))
@@ -380,12 +399,11 @@ class DistillClient:
     def watch(
         self, job_id: str, after_seq: int = 0, *, timeout: float | None = None
     ) -> Iterator[JobEvent]:
-        """Yield every event after `after_seq` until the job ends, each once.
+        """Yield every event with a number above `after_seq`, each once, until the job ends.
 
-        The stream continues across restarts of the server.
-
-        Raises Unavailable if the server cannot be reached for `patience_seconds`, and TimedOut
-        after `timeout` seconds. Neither affects the job.
+        The stream continues across restarts of the server. Raises Unavailable if the server cannot
+        be reached for `patience_seconds`, and TimedOut after `timeout` seconds. The job continues
+        after either error.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         # A prefix or "@last" could name another job when the stream is reopened.
@@ -408,10 +426,9 @@ class DistillClient:
         return events
 
     def wait(self, job_id: str, timeout: float | None = None) -> JobHandle:
-        """Wait until a job ends, and return it.
+        """Wait until a job ends, and return it. A failed job is returned, too, and raises no error.
 
-        Raises TimedOut after `timeout` seconds, which does not affect the job. A failed job is
-        returned like any other job.
+        Raises TimedOut after `timeout` seconds. The job then continues.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         job = self.get(job_id)
@@ -432,8 +449,9 @@ class DistillClient:
     ) -> Iterator[bytes]:
         """Yield the log of an attempt (0: the newest) in chunks, each byte once.
 
-        The log starts at its first byte, or `tail_lines` lines before its end. With `follow`, new
-        bytes are yielded until the attempt ends. Reconnects like `watch`.
+        The first chunk starts at the beginning of the log, or, if `tail_lines` is not 0, that many
+        lines before its end. With `follow`, the stream continues with new bytes until the attempt
+        ends. After a loss of the connection, the stream continues as in `watch`.
         """
         job = self.get(job_id)
         request = pb.StreamLogsRequest(
@@ -448,14 +466,16 @@ class DistillClient:
     ) -> Path:
         """Download the export or a checkpoint of a job into a new directory, and return its path.
 
-        `checkpoint` is a step, "best" (see `clients.runs.best_step`) or "last". The export of a
-        capture is its store; the export of an evaluation is its results.
-        `clients.jobs.artifacts.pull_run` copies from a run directory.
+        `checkpoint` is a step, "best" (see `clients.runs.best_step`), "last", or None for the
+        export. The export of a capture is its store; the export of an evaluation is its results.
+        `clients.jobs.artifacts.pull_run` does the same for a run directory on this machine.
 
-        `destination` is created only when the download is complete. After a loss of the connection,
-        the download goes on, as `watch` does. Raises WrongState if the job
-        has no export (with the reason if it failed), InvalidInput if `destination` is not empty,
-        and Corrupt if bytes are missing or do not match their checksum.
+        `destination` exists only after the download is complete. After a loss of the connection,
+        the download continues as in `watch`.
+
+        Raises WrongState if the job has no export (for a failed job, with the reason of the
+        failure), InvalidInput if `destination` is not empty, and Corrupt if bytes are missing or do
+        not match their checksum.
         """
         if isinstance(checkpoint, str):
             job = self.get(job_id)
@@ -467,7 +487,7 @@ class DistillClient:
     def pull_notes(self, job_id: str, destination: Path | str) -> Path:
         """Download environment.json and samples/ of a job in any state into a new directory.
 
-        Raises NotFound if neither exists yet, and the errors of `pull`.
+        Raises NotFound if the job has neither of them yet, and the errors of `pull`.
         """
         return self._download(
             pb.GetArtifactRequest(job_id=_checked_id(job_id), notes=True), Path(destination)
@@ -505,7 +525,10 @@ class DistillClient:
 
 
 def _checked_id(job_id: str) -> str:
-    """Return the id. Raises InvalidInput for another value, such as a handle."""
+    """Return `job_id` if it is a string.
+
+    Raises InvalidInput for another value, such as a handle.
+    """
     if not isinstance(job_id, str):
         hint = "give job.id" if isinstance(job_id, JobHandle) else "give the id as a string"
         raise InvalidInput(

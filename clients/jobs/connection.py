@@ -1,4 +1,4 @@
-"""Calls to a job server that survive its restarts."""
+"""Calls to a job server that continue after a restart of the server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LONGEST_PAUSE_SECONDS = 2.0
 
 
 class ServerConnection:
-    """A channel to one job server; see DistillClient for the arguments. Safe to share."""
+    """A channel to one job server. Several threads can share it. Arguments: see DistillClient."""
 
     def __init__(self, address: str, *, timeout: float, patience_seconds: float) -> None:
         self.name = f"distill server {address}"
@@ -52,8 +52,10 @@ class ServerConnection:
         self.channel.close()
 
     def require_usable(self) -> None:
-        """Raise WrongState if the connection is closed or cancelled, or if the parent process
-        opened the connection.
+        """Raise WrongState if the connection cannot be used.
+
+        This is so after `close` or `cancel`, and in a process that was forked after the connection
+        opened.
         """
         require_unforked()
         if self._is_closed:
@@ -66,7 +68,11 @@ class ServerConnection:
 
     @contextmanager
     def stream(self, call: grpc.Call) -> Iterator[None]:
-        """Let `cancel` end the stream during the block. The stream ends with the block."""
+        """Register the open stream `call` during the block, so that the method `cancel` also ends
+        it.
+
+        The end of the block ends the stream.
+        """
         self._streams.add(call)
         try:
             if self._is_cancelled:
@@ -83,10 +89,11 @@ class ServerConnection:
         *,
         retry: bool = True,
     ) -> _Answer:
-        """Make a unary call within the timeout, and retry once if the server cannot be reached.
+        """Make a unary call within the timeout, and return the server's answer.
 
-        `retry` enables the retry. An Unavailable error with a field is not retried: the server sent
-        this error because it could not reach a job's teacher.
+        If the server cannot be reached and `retry` is True, the call is sent once more. An
+        Unavailable error that names a field is not retried: the server sent this error, because the
+        server could not reach a job's teacher.
         """
         self.require_usable()
         deadline = time.monotonic() + self._timeout
@@ -105,10 +112,13 @@ class ServerConnection:
             raise fault if isinstance(retry_fault, TimedOut) else retry_fault from error
 
     def resuming(self, work: Callable[[], _Answer], progress: Callable[[], object]) -> _Answer:
-        """Return the result of `work`, which is called again after each loss of the server.
+        """Call `work`, again after each loss of the server, until it succeeds. Return its result.
 
-        `work` must continue where it stopped. Raises Unavailable if the server cannot be reached,
-        or `progress()` does not change, for the patience of the client.
+        - `work`: makes calls; a later call of `work` must continue where the earlier one stopped
+        - `progress`: returns a value that changes whenever `work` has progressed
+
+        Raises Unavailable if, for the patience of the client, the server cannot be reached or the
+        progress does not change.
         """
         away_since, last_progress, failures = 0.0, progress(), 0
         while True:
@@ -127,9 +137,12 @@ class ServerConnection:
     def lasting(
         self, open_stream: Callable[[], Iterator[_Answer]], deadline: float | None = None
     ) -> Iterator[_Answer]:
-        """Yield the messages of a stream. Reopen the stream after each loss of the server.
+        """Yield the messages of a stream. Open the stream again after each loss of the server.
 
-        `open_stream` must continue after the last received message.
+        - `open_stream`: opens the stream, which must begin after the last received message
+        - `deadline`: monotonic time in seconds, at which a wait for the server ends; None: no limit
+
+        Raises Unavailable if the server cannot be reached for the patience of the client.
         """
         away_since: float | None = None
         failures = 0
@@ -155,7 +168,7 @@ class ServerConnection:
             self._wait_for_server(min(deadline or inf, away_since + self._patience))
 
     def _wait_for_server(self, deadline: float) -> None:
-        """Wait at most a few seconds for a connection.
+        """Wait for a connection: at most a few seconds, and not after `deadline` (monotonic time).
 
         The wait is short because a server that crashes repeatedly may be reachable only briefly.
         """

@@ -1,5 +1,6 @@
-"""Writes the files of an artifact to a new directory. Files are verified; partial results are
-removed.
+"""Writes the files of an artifact to a new directory, and verifies them.
+
+Removes partial results.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _COPIED_BYTES = 8 << 20
 class Download:
     """A context manager that collects files in a temporary directory beside the destination.
 
-    `finish` renames the temporary directory to the destination; without it, the directory is
-    removed on exit.
+    `finish` renames the temporary directory to the destination. If `finish` was not called, the
+    temporary directory is removed on exit.
     """
 
     def __init__(self, destination: Path) -> None:
@@ -60,7 +61,7 @@ class Download:
 
     @property
     def position(self) -> tuple[str, int]:
-        """The last file of which bytes have arrived, and their number; ("", 0) before that."""
+        """The path of the newest file, and the number of its bytes so far; ("", 0) at first."""
         return self._path, self._size
 
     def restart(self) -> None:

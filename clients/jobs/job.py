@@ -64,14 +64,19 @@ TRANSITIONS: frozenset[tuple[JobState, JobState]] = frozenset(
 
 @dataclass(frozen=True)
 class Job:
-    """A job as reported by the server. Times are Unix seconds, or 0 if the event has not happened.
+    """A job as reported by the server. Times are Unix seconds, or 0 before the event has happened.
 
-    `kind` is the method. `attempt` counts from 1. `metrics` are the metrics of the newest step. A
-    job that is `pinned` is protected from removal. `owner` is the owner of the token that submitted
-    the job, or "". `labels` are the labels in the job file. `config_json` and `checkpoints` (steps
-    of existing checkpoints, ascending) are only set by DistillClient.get and by `record_of_run`.
-    `dependencies`, only set by DistillClient, are the ids of the jobs that must succeed before this
-    job starts.
+    - `kind`: the method
+    - `attempt`: number of the attempt, from 1
+    - `last_seq`: number of the newest event
+    - `metrics`: the metrics of the newest step
+    - `config_json`, `checkpoints`: the whole job as JSON, and the steps of the existing checkpoints
+      in ascending order. Only DistillClient.get and `record_of_run` set these two.
+    - `pinned`: the job is protected from removal
+    - `owner`: owner of the token that submitted the job, or ""
+    - `labels`: the labels in the job file
+    - `dependencies`: ids of the jobs that must succeed before this job starts; only DistillClient
+      sets them
     """
 
     id: str
@@ -100,8 +105,10 @@ class Job:
 class JobEvent:
     """One change of a job: a new state, a new phase, or a step.
 
-    `seq` counts from 1. For long jobs, the server removes some old events, so numbers may be
-    missing. `time` is in Unix seconds. Only a step has `metrics`.
+    - `seq`: number of the event, from 1. The server removes some old events of a long job, so
+      numbers may be missing.
+    - `time`: Unix seconds
+    - `metrics`: the metrics of a step; empty for other events
     """
 
     seq: int
@@ -118,7 +125,7 @@ class JobEvent:
 def facts_of(job: Job) -> dict[str, Any]:
     """Return a job as a JSON object, with times as texts (see `format_time`).
 
-    `checkpoints` and `config` are absent if the job has no `config_json`, as the jobs of a list.
+    `checkpoints` and `config` are missing if `job.config_json` is empty, as for jobs of a list.
     """
     record = asdict(job)
     config, checkpoints = record.pop("config_json"), record.pop("checkpoints")
@@ -140,11 +147,14 @@ def format_time(moment: float) -> str | None:
 class StartedTeacher:
     """A teacher that a server runs for its jobs.
 
-    `state`: LOADING, READY, RESTING (it died and will be restarted), STOPPING or FAILED. `reason`:
-    why the teacher last ended. `address`: HOST:PORT on the server's machine, "" before it listens.
-    `jobs`: ids of the active jobs that use the teacher. `since`: Unix time of the newest start.
-    `attempt`: the number of that start, from 1. `queued_tokens`: tokens that wait for the model.
-    `active_streams`: open streams of its clients.
+    - `state`: LOADING, READY, RESTING (the teacher died and will be restarted), STOPPING or FAILED
+    - `reason`: why the teacher ended the last time
+    - `address`: HOST:PORT on the server's machine; "" before the teacher listens
+    - `jobs`: ids of the active jobs that use the teacher
+    - `since`: Unix time of the newest start
+    - `attempt`: how often the teacher was started
+    - `queued_tokens`: number of tokens that wait for the model
+    - `active_streams`: number of open streams of its clients
     """
 
     key: str

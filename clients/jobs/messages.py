@@ -21,7 +21,7 @@ _UNKNOWN_KEY = re.compile(r"([\w.]+): Extra inputs are not permitted")
 
 
 def values_of(job: pb.Job) -> dict[str, Any]:
-    """Return the arguments of `Job` from the server's message about a job."""
+    """Convert the server's message about a job to the arguments of `Job`."""
     return {
         "id": job.id,
         "name": job.name,
@@ -47,7 +47,7 @@ def values_of(job: pb.Job) -> dict[str, Any]:
 
 
 def event_of(event: pb.JobEvent) -> JobEvent:
-    """Return an event of a job."""
+    """Convert the server's message about an event to a JobEvent."""
     return JobEvent(
         seq=event.seq,
         time=event.time,
@@ -62,13 +62,16 @@ def event_of(event: pb.JobEvent) -> JobEvent:
 
 
 def _state_of(number: pb.JobState.ValueType) -> JobState:
-    """Return the state; UNKNOWN for a state that only a newer server has."""
+    """Return the JobState of a protobuf number.
+
+    Returns UNKNOWN for a state that only a newer server has.
+    """
     is_known = number and number in pb.JobState.values()
     return JobState(pb.JobState.Name(number)) if is_known else UNKNOWN
 
 
 def teacher_of(teacher: pb.StartedTeacher) -> StartedTeacher:
-    """Return a teacher of a server."""
+    """Convert the server's message about a teacher to a StartedTeacher."""
     return StartedTeacher(
         key=teacher.key,
         model=teacher.model,
@@ -86,11 +89,11 @@ def teacher_of(teacher: pb.StartedTeacher) -> StartedTeacher:
 
 
 def send_known_keys(send: Callable[[Collection[str]], _Answer]) -> _Answer:
-    """Send jobs to a server, which may be of an older version; return the result of `send`.
+    """Send jobs to a server that may be older than this client. Return the server's answer.
 
-    `send`: a call whose argument is a set of keys, at first empty. If the server refuses unknown
-    keys, `send` is called again with these keys, and omits those with default values from the jobs
-    (see `config_json`).
+    `send`: sends the jobs without the given keys of the job file (see `config_json`). The first
+    call omits no key. If the server refuses keys as unknown, `send` is called again and omits these
+    keys. Raises the error of the server if it refuses the jobs for another reason.
     """
     omitted_keys: set[str] = set()
     while True:
@@ -110,7 +113,10 @@ def send_known_keys(send: Callable[[Collection[str]], _Answer]) -> _Answer:
 
 
 def config_json(config: AnyJob, omitted_keys: Collection[str] = ()) -> str:
-    """Return a job as JSON, without those of `omitted_keys` (`data.path`) that are defaults."""
+    """Return a job as JSON. Leave out each key of `omitted_keys` if its value is the default.
+
+    A key is a path such as `data.path`.
+    """
     if not omitted_keys:
         return config.model_dump_json()
     document = json.loads(config.model_dump_json())
@@ -123,7 +129,11 @@ def config_json(config: AnyJob, omitted_keys: Collection[str] = ()) -> str:
 
 
 def _table_at(document: Any, path: Sequence[str]) -> dict[str, Any] | None:
-    """Return the table with the last key of the path; None if the document lacks the key."""
+    """Return the table of `document` that contains the last key of `path`.
+
+    `path`: the parts of a key such as `data.path`. Returns None if the document does not have the
+    key.
+    """
     for name in path[:-1]:
         document = document.get(name) if isinstance(document, dict) else None
     return document if isinstance(document, dict) and path[-1] in document else None
@@ -136,7 +146,10 @@ def require_filtered(
     labels: Mapping[str, str],
     older_than_seconds: float,
 ) -> None:
-    """Raise WrongState if an older server ignored the filters by owner, labels or age."""
+    """Raise WrongState if the server ignored a filter of a list, because the server is too old.
+
+    The filters are `owner`, `own_only`, `labels` and `older_than_seconds`.
+    """
     if older_than_seconds and not response.time:
         raise WrongState(
             "the version of this server cannot choose jobs by their age",

@@ -34,7 +34,11 @@ if TYPE_CHECKING:
 
 
 class MetricCurve(NamedTuple):
-    """The values of a metric. steps: int64 [N], ascending; values: float64 [N]."""
+    """The values of a metric by step.
+
+    - `steps`: int64 [N], ascending
+    - `values`: float64 [N], the value at each of these steps
+    """
 
     steps: NDArray[np.int64]
     values: NDArray[np.float64]
@@ -42,7 +46,7 @@ class MetricCurve(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class AnswerSamples:
-    """Sampled answers with their prompts, from the newest evaluation, at `step`."""
+    """The answers that the newest evaluation sampled, with their prompts. `step`: its step."""
 
     step: int
     answers: Sequence[Mapping[str, Any]]
@@ -55,7 +59,7 @@ class AnswerSamples:
 
 
 class JobDisplay(Job):
-    """The displays of a job. A subclass defines `record` and `watch`."""
+    """The methods that display a job. A subclass defines `record` and `watch`."""
 
     def record(self, *, with_notes: bool = False) -> JobRecord:
         """Return the job as it is now, with its metrics.
@@ -71,8 +75,9 @@ class JobDisplay(Job):
     def show(self, metrics: Sequence[str] = ()) -> None:
         """Show the job until it ends: progress, curves and samples.
 
-        In a notebook the view is one output that changes; elsewhere lines are printed. `metrics`:
-        the metrics of the curves, by default those of `distill plot`. Raises the errors of `watch`.
+        In a notebook, one output is updated. Elsewhere, lines of text are printed. `metrics`: names
+        of the metrics to draw as curves; empty means those of `distill plot`. Raises the errors of
+        `watch`.
         """
         show_job(self, self.watch(), self.record, metrics)
 
@@ -114,8 +119,9 @@ class JobDisplay(Job):
         return AnswerSamples(notes.samples_step, notes.samples)
 
     def preview(self) -> PreviewDisplay:
-        """Return the preview: the training data of the job, token by token. Raises NotFound if
-        training has not started.
+        """Return the training data of the job, token by token.
+
+        Raises NotFound if the training has not started.
         """
         preview = self.record(with_notes=True).notes.preview
         if preview is None:
@@ -162,9 +168,9 @@ class JobList(list[_Job]):
 
 
 def compare(jobs: Sequence[JobDisplay], metric: str = "") -> Comparison:
-    """Return the newest and the best value of a metric of each job, and the labels that differ.
+    """Compare the newest and the best value of a metric of each job, and the labels that differ.
 
-    `metric`: by default the metric that selects the best checkpoint. Raises InvalidInput if no job
-    has the metric.
+    `metric`: name of the metric; "" means the metric that selects the best checkpoint. Raises
+    InvalidInput if `metric` is given and the jobs have only other metrics.
     """
     return compare_records([job.record() for job in jobs], metric)

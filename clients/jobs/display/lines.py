@@ -13,17 +13,27 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class PlainLines:
-    """Prints a line every 10 s, and for each evaluation and each change of state or attempt."""
+    """Prints the progress of a job as lines of text.
+
+    A line is printed every 10 s, for each evaluation, and for each change of state or attempt.
+    """
 
     def __init__(self, progress: JobView, say: Callable[[str], None]) -> None:
-        """`say`: a function that prints a line."""
+        """`progress`: state of the job, which the caller updates.
+
+        `say`: a function that prints a line.
+        """
         self._progress = progress
         self._say = say
         self._next_line_at = 0.0
         self._printed_state: tuple[JobState | None, int, str] = (None, 0, "")
 
     def show(self, event: JobEvent) -> None:
-        """Print a line, unless the last line is too recent."""
+        """Print a line about `event`, or nothing.
+
+        A line is printed for an evaluation, for a change of state or attempt, and if the last line
+        is at least 10 s old.
+        """
         # Changes of phase count before the first step only: later the phase changes with every
         # evaluation and checkpoint.
         phase = event.phase if event.step == 0 else self._printed_state[-1]

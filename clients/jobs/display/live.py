@@ -20,17 +20,20 @@ SECONDS_BETWEEN_DRAWINGS = 0.5
 
 
 class ReadRecord(Protocol):
-    """Reads the record of the job as it is now."""
+    """A function that reads the job and its metrics as they are now."""
 
     def __call__(self, *, with_notes: bool) -> JobRecord:
-        """Return the record, `with_notes` also with its samples."""
+        """Return the record of the job. `with_notes`: also with the samples of the job."""
         ...
 
 
 def show_job(
     job: Job, events: Iterator[JobEvent], read_record: ReadRecord, metrics: Sequence[str]
 ) -> None:
-    """Show a job until its events end. `metrics`: the metrics of the curves, as for `panels_of`."""
+    """Show a job until its `events` end: in a notebook as one output, elsewhere as lines.
+
+    `metrics`: names of the metrics to draw as curves; empty means those of `distill plot`.
+    """
     view = JobView(job.id, max_steps=job.max_steps)
     if not _in_notebook():
         lines = PlainLines(view, lambda line: print(line, flush=True))
@@ -64,7 +67,11 @@ class NotebookBlock:
         self._output: Any = None
 
     def show(self, event: JobEvent) -> None:
-        """Add an event, and draw unless the last drawing is too recent."""
+        """Store an event, and draw the output again.
+
+        The output is not drawn if the last drawing is recent and the phase of the job has not
+        changed.
+        """
         self._events.append(event)
         phase = (event.state, event.phase, event.attempt)
         is_due = time.monotonic() - self._drawn_at >= SECONDS_BETWEEN_DRAWINGS
@@ -75,7 +82,7 @@ class NotebookBlock:
             self._draw()
 
     def draw(self) -> None:
-        """Draw the newest values and samples."""
+        """Read the newest samples, and draw the output again."""
         self._read_samples()
         self._draw()
 
@@ -112,6 +119,6 @@ class NotebookBlock:
 
 
 def _in_notebook() -> bool:
-    """Return whether this code runs in a kernel, whose outputs can be HTML."""
+    """Return whether this code runs in a notebook's kernel, which can display HTML."""
     get_shell: Callable[[], Any] = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
     return hasattr(get_shell(), "kernel")

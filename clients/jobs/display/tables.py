@@ -1,4 +1,4 @@
-"""Tables of jobs: the rows of a list and of a comparison, as text and as HTML."""
+"""Tables of jobs, as text and as HTML: a list of jobs, and a comparison of jobs."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ _READABLE_CHARS, _MIN_CHARS = 20, 6
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """Jobs side by side, with the newest and the best value of a metric.
+    """A table of jobs with the newest and the best value of a metric of each job.
 
-    `metric`: "" if no job was evaluated. `labels`: the labels that not all jobs have with the same
-    value.
+    - `metric`: name of the metric; "" if no job was evaluated
+    - `results`: the values of each job
+    - `labels`: names of labels whose values are not the same for all jobs
     """
 
     metric: str
@@ -82,9 +83,10 @@ class Comparison:
 
 
 def compare_records(records: Sequence[JobRecord], metric: str = "") -> Comparison:
-    """Compare jobs by a metric, by default the metric that selects the best checkpoint.
+    """Return the comparison of the jobs by a metric.
 
-    Raises InvalidInput if there are metrics, but not this one.
+    `metric`: "" means the metric that selects the best checkpoint. Raises InvalidInput if `metric`
+    is given and the jobs have only other metrics.
     """
     metrics = sorted(set().union(*(record.metrics for record in records)))
     if metric and metrics:
@@ -124,9 +126,10 @@ def table_lines(
 ) -> list[str]:
     """Return a header and a line for each row, aligned and without control characters.
 
-    The lines have at most `max_width` characters; None: no limit. If the table is wider,
-    `optional_columns` are left out in order, until columns of up to 20 characters fit. Then the
-    widest cells are cut: in the last column at the end, in other columns in the middle.
+    `max_width`: maximum number of characters of a line; None: no limit. If the table is wider, it
+    gets narrower in two steps. First, columns in `optional_columns` are left out, one by one, until
+    the other columns fit with up to 20 characters each. Then the widest cells are cut: in the last
+    column at the end, in other columns in the middle.
     """
     cells = {column: [column.upper()] for column in columns}
     for row in rows:

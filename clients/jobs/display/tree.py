@@ -1,4 +1,4 @@
-"""Pipelines as trees: a job below the job that it waits for."""
+"""Pipelines as trees: each job stands below a job that it depends on."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ TREE_COLUMNS = [
 
 
 def connected_jobs(jobs: Iterable[Job], job_id: str = "") -> list[Job]:
-    """Return the jobs of pipelines, in their order in `jobs`: of the one with `job_id`, if given.
+    """Return the jobs that belong to pipelines, in the order of `jobs`.
 
-    A pipeline is a set of at least two jobs that are connected by dependencies. The job `job_id` is
-    returned also if it is in no pipeline.
+    A pipeline is a set of at least two jobs that are connected by dependencies. `job_id`: return
+    only the pipeline of this job; a job without a pipeline is returned alone.
     """
     jobs = list(jobs)
     neighbours: dict[str, set[str]] = {job.id: set() for job in jobs}
@@ -39,8 +39,8 @@ def connected_jobs(jobs: Iterable[Job], job_id: str = "") -> list[Job]:
 def tree_rows(jobs: Sequence[Job], now: float) -> list[Row]:
     """Return a row for each job, with the columns `TREE_COLUMNS`; `now` is in Unix seconds.
 
-    `jobs` are in order of submission. A job stands below the last of its dependencies; its row
-    names the others.
+    `jobs` are in order of submission. A job with several dependencies stands below the dependency
+    that was submitted last, and its row names the other dependencies.
     """
     order = {job.id: number for number, job in enumerate(jobs)}
     children: dict[str, list[Job]] = {}
@@ -53,7 +53,12 @@ def tree_rows(jobs: Sequence[Job], now: float) -> list[Row]:
 def _iter_lines(
     children: Mapping[str, Sequence[Job]], parent: str, indent: str, *, is_root: bool
 ) -> Iterator[tuple[Job, str, str]]:
-    """Yield each job below `parent` with the branch before its id, and the id of its parent."""
+    """Yield (job, branch, id of the parent) for each job of the tree below `parent`, depth first.
+
+    The branch is the text before the id, which draws the lines of the tree. `children`: the jobs
+    directly below each job, by its id. `indent`: the text before all branches. `is_root`: True for
+    the jobs at the top, which have no parent.
+    """
     siblings = children.get(parent, ())
     for job in siblings:
         is_last = job is siblings[-1]
