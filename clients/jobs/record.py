@@ -1,5 +1,6 @@
-"""JobRecord: a job with its metrics and notes, from a server or a run directory, for plots and
-reports.
+"""JobRecord: a job with its metrics and notes, for plots and reports.
+
+A record is read from a server or from a run directory.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ STATES = {
 class Notes:
     """The contents of a run directory that a report shows in addition to the metrics.
 
-    `samples`: the newest sampled answers, written at step `samples_step`.
+    - `environment`: software and hardware of the newest attempt, by name
+    - `samples_step`, `samples`: the newest evaluation that sampled answers, and these answers
+    - `preview`: the training data, token by token; None if it was not written
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -39,7 +42,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A job with its metrics: one point per step, in ascending order of steps."""
+    """A job with its metrics and notes. `points`: the metrics of each step, in ascending order."""
 
     job: Job
     points: Sequence[Point]
@@ -58,9 +61,9 @@ class JobRecord:
 
 
 def points_of(events: Iterable[JobEvent]) -> list[Point]:
-    """Return the points of a job's events, in order.
+    """Return the metrics of each step, read from the events of a job, in ascending order of steps.
 
-    If a later attempt repeated a step, only the point of the later attempt is returned.
+    If a later attempt repeated a step, only the metrics of the later attempt are returned.
     """
     points: list[Point] = []
     attempt = 0
@@ -75,11 +78,11 @@ def points_of(events: Iterable[JobEvent]) -> list[Point]:
 
 
 def record_of_run(path: Path | str) -> JobRecord:
-    """Read the record of a run directory; its program may be running.
+    """Read the record of a run directory. The program of the job may still be running.
 
-    A long run has the points of `read_curves`. The times and `last_seq` of the job are 0: only a
-    server has them. Raises NotFound if `path` is
-    not a run directory, and WrongState if another version wrote it.
+    For a long run, the record has only some of the steps (see `read_curves`). The times and
+    `last_seq` of the job are 0, because only a server knows them. Raises NotFound if `path` is not
+    a run directory, and WrongState if another version of this software wrote it.
     """
     run = RunDirectory(path)
     config = run.config()
@@ -107,7 +110,7 @@ def record_of_run(path: Path | str) -> JobRecord:
 
 
 def notes_in(path: Path) -> Notes:
-    """Read the notes in a run directory, or in a directory that `pull_notes` wrote."""
+    """Read the notes from a run directory, or from a directory that `pull_notes` wrote."""
     newest = max((path / "samples").glob("step-*.jsonl"), default=None)
     return Notes(
         environment=_read_mapping(path / "environment.json"),
@@ -118,9 +121,9 @@ def notes_in(path: Path) -> Notes:
 
 
 def is_run_directory(text: str) -> bool:
-    """Return True if `text` is a run directory on this machine, False if it can be a job id.
+    """Return True if `text` is a run directory on this machine, and False if it can be a job id.
 
-    Raises NotFound if `text` contains "/", which makes it a path, and is not a run directory.
+    Raises NotFound if `text` contains "/", which no job id has, but is not a run directory.
     """
     if (Path(text) / "job.json").is_file():
         return True
@@ -149,7 +152,10 @@ def _read_preview(path: Path) -> Preview | None:
 
 
 def _read_objects(path: Path) -> list[Mapping[str, Any]]:
-    """Return the lines that are JSON objects. The last line may be incomplete after a kill."""
+    """Return the JSON objects in the lines of a file. Other lines are skipped.
+
+    The last line may be incomplete, if the program that wrote it was killed.
+    """
     values = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:

@@ -37,7 +37,10 @@ JUDGING_METRICS = tuple(name for metric in JUDGES for name in (metric, f"{metric
 
 @dataclass(frozen=True)
 class Measurement:
-    """The value of a metric at a step. `stderr`: its standard error, or None if not measured."""
+    """The value of a metric at a step.
+
+    `stderr`: the standard error of the value; None if it was not measured.
+    """
 
     step: int
     value: float
@@ -46,9 +49,10 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Result:
-    """A job with the newest and the best value of a metric.
+    """A job with the newest value (`last`) and the best value of a metric.
 
-    `best` is None if the metric was not measured, or has no better direction.
+    Both are None if the metric was not measured. `best` is also None for a metric of which neither
+    large nor small values are better.
     """
 
     job: Job
@@ -56,13 +60,14 @@ class Result:
     best: Measurement | None
 
     def equals(self, other: Result) -> bool:
-        """Return whether both jobs have the same best value."""
+        """Return whether both jobs have a best value, and the two values are equal."""
         return bool(self.best and other.best and self.best.value == other.best.value)
 
 
 def progress_metric(method: str, metrics: Collection[str]) -> tuple[str, str] | None:
-    """Return the metric in `metrics` that measures the progress of a job of a method, and its
-    label; None if the job has recorded no such metric.
+    """Return (name, label) of the metric in `metrics` that best shows the progress of a job.
+
+    `method`: the method of the job. Returns None if the job has recorded no such metric.
     """
     candidates = (*_PROGRESS.get(method, ()), *_PROGRESS_OF_OTHERS)
     metric = next((metric for metric in candidates if metric in metrics), None)
@@ -70,7 +75,10 @@ def progress_metric(method: str, metrics: Collection[str]) -> tuple[str, str] | 
 
 
 def result_of(job: Job, points: Iterable[Point], metric: str) -> Result:
-    """Return the result of a job from its points, in ascending order of steps."""
+    """Return the newest and the best value of a metric of a job.
+
+    `points`: the metrics of the job's steps, in ascending order of steps.
+    """
     measurements = [
         Measurement(point.step, point.metrics[metric], point.metrics.get(f"{metric}_stderr"))
         for point in points
@@ -95,9 +103,9 @@ def best_result(results: Iterable[Result], metric: str) -> Result | None:
 
 
 def verdict_of(job: Job, points: Sequence[Point]) -> str:
-    """Return in one or two sentences what the evaluations of a job show; "" without an evaluation.
+    """Return one or two sentences about the evaluations of a job; "" without an evaluation.
 
-    `points` are those of evaluations, or of all steps, in ascending order of steps.
+    `points`: the metrics of all steps, or only of the steps with an evaluation, in ascending order.
     """
     metric = judging_metric([points])
     result = result_of(job, points, metric)
@@ -117,7 +125,10 @@ def verdict_of(job: Job, points: Sequence[Point]) -> str:
 
 
 def require_metric(metric: str, metrics: Sequence[str], *, field: str = "-m") -> None:
-    """Raise InvalidInput if no job has recorded the metric. `metrics`: all recorded metrics."""
+    """Raise InvalidInput, naming `field`, if no job has recorded the metric.
+
+    `metrics`: the names of all metrics that a job has recorded.
+    """
     if metric not in metrics:
         similar_metrics = difflib.get_close_matches(metric, metrics, n=1)
         hint = (
@@ -129,22 +140,26 @@ def require_metric(metric: str, metrics: Sequence[str], *, field: str = "-m") ->
 
 
 def judging_metric(histories: Iterable[Iterable[Point]]) -> str:
-    """Return the held-out metric for comparing the jobs: the first metric for selecting checkpoints
-    that one of the jobs has measured; "" if no job was evaluated.
+    """Return the name of the held-out metric for the comparison of jobs.
+
+    `histories`: for each job, the metrics of its steps. The metrics that can select a checkpoint
+    have a fixed order (`JUDGES`); the first one that any of the jobs has measured is returned.
+    Returns "" if no job was evaluated.
     """
     metric_names = {name for points in histories for point in points for name in point.metrics}
     return next((metric for metric in JUDGES if metric in metric_names), "")
 
 
 def differing_labels(jobs: Sequence[Job]) -> Sequence[str]:
-    """Return the names of labels that the jobs do not all have with the same value."""
+    """Return the names of the labels whose values are not the same for all jobs."""
     names = sorted({name for job in jobs for name in job.labels})
     return [name for name in names if len({job.labels.get(name) for job in jobs}) > 1]
 
 
 def newest_result(job: Job) -> str:
-    """Return the newest value of the metric that measures the progress of a job, with its label, or
-    "-".
+    """Return the newest value of the metric that shows the progress of a job, and its label.
+
+    Returns "-" if the job has not recorded such a metric.
     """
     if (progress := progress_metric(job.kind, job.metrics)) is None:
         return "-"

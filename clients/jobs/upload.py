@@ -1,4 +1,4 @@
-"""Uploads the files that a job names. Only files that the server lacks are sent, in parts."""
+"""Uploads the files that a job names. Only files that the server does not have yet are sent."""
 
 from __future__ import annotations
 
@@ -33,9 +33,11 @@ _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 @dataclass(frozen=True)
 class UploadProgress:
-    """Progress of uploading the files of a job's `key`. sent_bytes, size: bytes.
+    """The progress of an upload of the files that a job names under `key`.
 
-    `begins`: true for the report before the first part, when the server has `sent_bytes` bytes.
+    - `sent_bytes`: number of bytes that the server has
+    - `size`: number of bytes of all files
+    - `begins`: True only in the first report, before this upload has sent a part
     """
 
     key: str
@@ -49,10 +51,12 @@ Report: TypeAlias = Callable[[UploadProgress], None]
 
 @dataclass(frozen=True)
 class LocalFiles:
-    """A file or directory of this machine that a job names under `key`.
+    """The files on this machine that a job names under `key`: a file, a directory or a pattern.
 
-    `files`: local paths by their paths in the upload, which begin with the name of `place`.
-    `pattern`: the pattern of the files in the directory `place`, if the job names a pattern.
+    - `place`: the file or directory; for a pattern, the directory that contains all its files
+    - `files`: the local path of each file, by its relative path in the upload. The relative path
+      begins with the last part of `place`.
+    - `pattern`: the pattern relative to `place`; "" if the job names no pattern
     """
 
     key: str
@@ -62,10 +66,11 @@ class LocalFiles:
 
 
 def local_files(job: AnyJob) -> list[LocalFiles]:
-    """Return the files of a job that exist on this machine, without hub ids and other paths.
+    """Return the files that a job names and that exist on this machine.
 
-    Raises InvalidInput, naming the key, if a file cannot be sent, and for a relative path that does
-    not exist, because a server has another working directory.
+    Hub ids and absolute paths that do not exist here are left out. Raises InvalidInput, naming the
+    key, if a file cannot be sent. A relative path that does not exist is refused, too, because a
+    server has another working directory.
     """
     uploads = []
     for key, name in named_files(job):
@@ -88,9 +93,10 @@ def local_files(job: AnyJob) -> list[LocalFiles]:
 
 
 def paths_of_server(job: AnyJob) -> list[tuple[str, str, str]]:
-    """Return (key, path, similar local file or "") of each path that does not exist here.
+    """Return the paths in a job that do not exist on this machine, and so can only be on the
+    server.
 
-    A name that may be a hub id does not count as a path.
+    Each element is (key, path, similar local path or ""). A name that may be a hub id is left out.
     """
     return [
         (key, name, similar_path(Path(name)))
@@ -100,7 +106,7 @@ def paths_of_server(job: AnyJob) -> list[tuple[str, str, str]]:
 
 
 class Uploader:
-    """Uploads files to a server. Equal contents are sent once."""
+    """Uploads files to a server. Files with equal contents are sent once."""
 
     def __init__(self, connection: ServerConnection, stub: DistillStub, report: Report) -> None:
         self._connection = connection
@@ -111,7 +117,10 @@ class Uploader:
         self._paths: dict[tuple[Path, ...], str] = {}
 
     def upload(self, job: _Job) -> _Job:
-        """Upload the local files of a job. Return the job with the paths on the server."""
+        """Upload the local files of a job.
+
+        Return the job with the paths of these files on the server.
+        """
         for local in local_files(job):
             sources = tuple(local.files.values())
             if sources not in self._paths:
@@ -120,7 +129,10 @@ class Uploader:
         return job
 
     def _upload_files(self, local: LocalFiles) -> str:
-        """Upload files, resuming after broken connections. Return their path on the server."""
+        """Upload the files of one key, and return their path on the server.
+
+        After a broken connection, the upload continues with the first missing byte.
+        """
         upload = _Upload(local, self._digests)
         request = pb.BeginUploadRequest(files=upload.files)
 
@@ -167,7 +179,14 @@ class Uploader:
 
 @dataclass
 class _Upload:
-    """An upload: its files and its progress. server_bytes: bytes that the server has received."""
+    """One upload: its files, their digests and its progress.
+
+    - `server_bytes`: number of bytes that the server had at the last `begin`
+    - `sent_bytes`: `server_bytes`, and the bytes that were sent since then
+    - `fault`: the error of a local file that could not be read
+    - `missing`: the files of which the server needs bytes
+    - `sources`: local path and size in bytes of each file, by its sha256
+    """
 
     local: LocalFiles
     digests: dict[Path, str]
@@ -195,12 +214,12 @@ class _Upload:
 
     @property
     def progress(self) -> UploadProgress:
-        """The number of received bytes. Equal files are counted once."""
+        """The progress, with equal files counted once."""
         size = sum(size for _, size in self.sources.values())
         return UploadProgress(self.local.key, self.sent_bytes, size)
 
     def begin(self, missing: Sequence[pb.MissingFile]) -> None:
-        """Store the list of missing files with the offset of the first missing byte of each."""
+        """Store the files of which the server needs bytes, each with its first missing byte."""
         self.missing = missing
         missing_bytes = sum(
             self.sources[missing_file.sha256][1] - missing_file.offset for missing_file in missing
@@ -208,8 +227,9 @@ class _Upload:
         self.server_bytes = self.sent_bytes = self.progress.size - missing_bytes
 
     def parts(self) -> Iterator[pb.FilePart]:
-        """Yield the missing parts. If a file cannot be read, end early and store the error in
-        `fault`.
+        """Yield the bytes that the server needs, in parts.
+
+        If a file cannot be read, store the error in `fault` and end.
         """
         for missing_file in self.missing:
             source, size = self.sources[missing_file.sha256]
@@ -239,7 +259,7 @@ class _Upload:
 
 
 def _refuse_missing(key: str, name: str) -> None:
-    """Raise InvalidInput for a name that does not exist here and can only be a local file."""
+    """Raise InvalidInput if `name` does not exist here and can only be a local file."""
     if is_absolute(name) or not is_file_name(name):
         return
     similar = similar_path(Path(name))
@@ -277,7 +297,10 @@ def _list_files(key: str, place: Path) -> LocalFiles:
 
 
 def _refuse_other_directory(key: str, place: Path) -> None:
-    """Raise InvalidInput for a directory of files that no program of the job reads."""
+    """Raise InvalidInput if `place` is a directory that the key cannot name.
+
+    A directory must be a model, a folder of images, a saved data set, or a store.
+    """
 
     def has(*names: str) -> bool:
         return all((place / name).is_file() for name in names)
@@ -306,7 +329,7 @@ def _refuse_other_directory(key: str, place: Path) -> None:
 
 
 def _list_matches(key: str, pattern: str) -> LocalFiles:
-    """Return the files that an absolute pattern matches, below their common directory."""
+    """Return the files that match an absolute `pattern`, and their common parent directory."""
     files = [Path(name) for name in files_of(pattern, key)]
     place = Path(pattern)
     while is_pattern(str(place)):
@@ -317,7 +340,7 @@ def _list_matches(key: str, pattern: str) -> LocalFiles:
 
 
 def _check_names(key: str, place: Path, source_by_path: Mapping[str, Path]) -> None:
-    """Raise InvalidInput if there are too many files, or if a file has an unsuitable name."""
+    """Raise InvalidInput if there are too many files, or if the name of a file cannot be sent."""
     if len(source_by_path) > MAX_UPLOAD_FILES:
         raise InvalidInput(
             f"{place} has {len(source_by_path)} files; at most {MAX_UPLOAD_FILES} are sent",
@@ -335,7 +358,7 @@ def _check_names(key: str, place: Path, source_by_path: Mapping[str, Path]) -> N
 
 
 def _folder_files(key: str, place: Path) -> Iterator[Path]:
-    """Yield the files below a directory. Links to files are followed; hidden files are skipped."""
+    """Yield the files below a directory. Links to files are followed. Hidden files are left out."""
     for path in sorted(place.iterdir()):
         if path.name.startswith("."):
             continue
@@ -352,7 +375,10 @@ def _folder_files(key: str, place: Path) -> Iterator[Path]:
 
 
 def _refuse_images(job: AnyJob, key: str, name: str) -> None:
-    """Raise InvalidInput if the first record of a prompt file names its images by path."""
+    """Raise InvalidInput if the first record of a file of prompts names its images by path.
+
+    The images would not be uploaded.
+    """
     column = getattr(job.data, "image_column", None)
     reads_images = key == "data.path" or key == "data.eval_path" or key.startswith("data.mix.")
     if column is None or not reads_images or not name.endswith(FILE_SUFFIXES):

@@ -19,7 +19,7 @@ KL = {"kl": "kl/teacher", "kl bound": "kl/teacher_bound"}
 class JobView:
     """The current state of a job, and its history of KL and evaluations, built by `add`.
 
-    One thread calls `add`. Another thread may read for display.
+    One thread calls `add`. Another thread may read the fields for a display.
     """
 
     job_id: str
@@ -55,8 +55,9 @@ class JobView:
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimated seconds until the last step, from the speed of recent steps, or None if
-        unknown.
+        """Estimated seconds until the last step; None if unknown.
+
+        The estimate uses the speed of recent steps.
         """
         clock = list(self._clock)  # a copy, because a live display reads it from another thread
         if len(clock) < 2 or self.state is not JobState.RUNNING:
@@ -69,7 +70,7 @@ class JobView:
         )
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return (label, text) pairs of the newest step, ready to print."""
+        """Return texts about the newest step for a display, as (label, text) pairs."""
         metrics = self.metrics
         texts = [
             (label, f"{metrics[name]:{spec}}")
@@ -95,14 +96,15 @@ def describe_state(state: str, phase: str) -> str:
 
 
 def kl_of(metrics: Mapping[str, float]) -> tuple[str, float] | None:
-    """Return label and value of the KL or of its lower bound, or None if neither was measured."""
+    """Return (label, value) of the KL or of its lower bound; None if neither was measured."""
     return next(((label, metrics[name]) for label, name in KL.items() if name in metrics), None)
 
 
 def evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the held-out metrics of a step (names start with `eval/`), without standard errors.
+    """Return the held-out metrics of a step without their standard errors.
 
-    The names are in alphabetical order, because the order of a message's map is arbitrary.
+    Their names start with `eval/`. They are in alphabetical order, because the map in a message of
+    the server has no order.
     """
     return {
         name: value
@@ -112,7 +114,10 @@ def evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def sparkline(history: Sequence[float], *, width: int = 60, unicode: bool = True) -> str:
-    """Draw a history in at most `width` characters. Each character is the mean of an equal part."""
+    """Draw a series of values as a line of at most `width` characters.
+
+    Each character shows the mean of a part of the series. All parts have the same length.
+    """
     size = max(1, len(history) / width)
     parts = (
         history[int(index * size) : int((index + 1) * size)]

@@ -1,4 +1,7 @@
-"""HTML of a job for the output of a notebook: state, progress, curves, set keys and samples."""
+"""HTML of a job for the output of a notebook.
+
+It shows the state, progress, curves, configuration and samples of the job.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ _FEW_SAMPLES = 3
 
 
 def job_markup(record: JobRecord) -> Iterator[str]:
-    """Yield the parts of a job in a few lines. All text of the job is escaped."""
+    """Yield the HTML of a short view of a job: state, result and configuration.
+
+    All text is escaped.
+    """
     yield from head_markup(record.job, f"{newest_result(record.job)} {_spark(record)}")
     if verdict := verdict_of(record.job, record.points):
         yield f"<p>{escape(verdict)}</p>"
@@ -38,9 +44,10 @@ def job_markup(record: JobRecord) -> Iterator[str]:
 def live_markup(
     record: JobRecord, facts: Iterable[tuple[str, str]], metrics: Sequence[str]
 ) -> Iterator[str]:
-    """Yield the parts of the live view of a job: progress, curves and its first samples.
+    """Yield the HTML of the live view of a job: progress, curves and some samples.
 
-    `facts`: (label, text) of the newest step. `metrics`: as for `panels_of`.
+    - `facts`: (label, text) pairs about the newest step
+    - `metrics`: names of the metrics to draw as curves; empty means those of `distill plot`
     """
     yield from head_markup(
         record.job, " &middot; ".join(f"{escape(name)} {escape(text)}" for name, text in facts)
@@ -54,7 +61,10 @@ def live_markup(
 
 
 def head_markup(job: Job, facts: str) -> Iterator[str]:
-    """Yield name, state and progress of a job. `facts`: HTML of the newest values."""
+    """Yield the HTML of the name, state and progress of a job.
+
+    `facts`: HTML of the newest values.
+    """
     attempts = f", attempt {job.attempt}" if job.attempt > 1 else ""
     yield (
         f'<p><b>{escape(job.name)}</b> <span class="soft">{escape(job.id)},'
@@ -69,29 +79,33 @@ def head_markup(job: Job, facts: str) -> Iterator[str]:
 
 
 def state_markup(job: Job) -> str:
-    """Return state and reason of a job, and its phase until it ends."""
+    """Return the HTML of the state and its reason. Until the job ends, the phase is added."""
     phase = f" {escape(job.phase)}" if job.phase and job.state not in TERMINAL else ""
     reason = f": {escape(job.reason)}" if job.reason else ""
     return f'<span class="verdict {job.state.lower()}">{job.state}</span>{phase}{reason}'
 
 
 def samples_markup(step: int, samples: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield sampled answers as cards. `step`: the step of the evaluation that sampled them."""
+    """Yield the HTML of sampled answers, one card per answer.
+
+    `step`: the step of the evaluation that sampled them.
+    """
     if samples:
         cards = "".join(f'<div class="card">{values_markup(sample)}</div>' for sample in samples)
         yield f'<h2>Samples of step {step}</h2><div class="samples">{cards}</div>'
 
 
 def values_markup(values: Mapping[str, Any]) -> str:
-    """Return a table of values by name; null values are left out."""
+    """Return an HTML table of names and values, without the values that are None."""
     return table_html(
         (str(name), _format_value(value)) for name, value in values.items() if value is not None
     )
 
 
 def _summarize(job: Job) -> JobSummary | None:
-    """Return the summary of a job. None for a job in a list, which has no configuration, and for a
-    job that this version cannot read.
+    """Return the summary of the job's configuration, or None.
+
+    None: the job comes from a list and has no configuration, or this version cannot read it.
     """
     try:
         return summary_of(parse_job(job.config_json)) if job.config_json else None

@@ -55,7 +55,10 @@ class Panel:
     """True for a logarithmic y axis. All values are then positive."""
 
     def spans(self) -> tuple[float, float, float, float]:
-        """Return (first step, last step, lowest, highest value); neither range is empty."""
+        """Return (first step, last step, lowest value, highest value) of all curves.
+
+        If both steps or both values are equal, the range is widened, so that no range is empty.
+        """
         xs = [x for curve in self.curves for x, _ in curve.points]
         ys = [y for curve in self.curves for _, y in curve.points]
         first_step, last_step, low, high = min(xs), max(xs), min(ys), max(ys)
@@ -66,7 +69,7 @@ class Panel:
         return first_step, last_step, low, high
 
     def heights(self, values: Sequence[float]) -> list[float]:
-        """Return the height of each value: 0 at the bottom of the panel, 1 at its top."""
+        """Return the position of each value on the y axis, from 0 (bottom) to 1 (top)."""
         _, _, low, high = self.spans()
         if self.log:
             low, high, values = math.log(low), math.log(high), [math.log(v) for v in values]
@@ -76,8 +79,8 @@ class Panel:
 def panels_of(records: Sequence[JobRecord], metrics: Sequence[str] = ()) -> list[Panel]:
     """Return a panel for each of `metrics`, or the default panels if `metrics` is empty.
 
-    With several jobs, a panel has one curve per job. Raises InvalidInput if no job has recorded a
-    metric yet, or if no job has one of `metrics`.
+    With several jobs, a panel has one curve per job. Raises InvalidInput if no job has recorded any
+    metric yet, or if no job has recorded one of `metrics`.
     """
     metric_names = sorted(set().union(*(record.metrics for record in records)))
     if not metric_names:
@@ -147,7 +150,7 @@ def _is_kl(metric: str) -> bool:
 
 
 def _pad_range(value: float, log: bool) -> tuple[float, float]:
-    """Return a range around the only value of a curve."""
+    """Return a (low, high) range around `value`, for an axis on which all values are equal."""
     if log:
         return value / 1.5, value * 1.5
     # A metric that is always zero is a share or a count.
@@ -155,10 +158,10 @@ def _pad_range(value: float, log: bool) -> tuple[float, float]:
 
 
 def smooth_curve(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the moving average of a curve. Curves of fewer than SMOOTHED_FROM points are
-    unchanged.
+    """Return the moving average of a curve.
 
-    The window is centered on its point and shorter at the ends.
+    The window is centered on its point, and is shorter near the ends of the curve. A curve of fewer
+    than SMOOTHED_FROM points is returned unchanged.
     """
     if len(points) < SMOOTHED_FROM:
         return list(points)

@@ -15,10 +15,11 @@ COLORS = ("#2462c9", "#c2570c", "#1a7f4b", "#a83289", "#7a6a00", "#4b5563")
 
 
 def save_picture(path: Path, panels: Sequence[Panel], jobs: Sequence[str]) -> None:
-    """Write panels as .png, .svg or .pdf, by the suffix of `path`. Creates the directory if needed.
+    """Write panels to `path` as .png, .svg or .pdf. The suffix of `path` selects the format.
 
-    `jobs`: ids of the jobs with curves, in the order of their curve numbers. Raises InvalidInput
-    for another suffix, or if matplotlib is not installed.
+    `jobs`: ids of the jobs with curves; the number of a curve is the index of its job. Creates the
+    directory if it is missing. Raises InvalidInput for another suffix, or if matplotlib is not
+    installed.
     """
     if path.suffix.lower() not in SUFFIXES:
         suffixes = ", ".join(SUFFIXES)

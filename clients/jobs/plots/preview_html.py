@@ -19,11 +19,11 @@ _LEGEND = (
 
 @dataclass(frozen=True, repr=False)
 class PreviewDisplay(Preview):
-    """A preview with a short repr, and HTML for a notebook."""
+    """A preview that a notebook shows as HTML, and Python as a short text."""
 
     @classmethod
     def of(cls, preview: Preview) -> PreviewDisplay:
-        """Return the preview in this class."""
+        """Return a PreviewDisplay with the content of `preview`."""
         return cls(preview.method, preview.warnings, preview.facts, preview.records)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The time of each stage of a step: in total, and for equal parts of the run."""
+"""The time of each stage of a training step: for all steps, and for equal parts of the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ _STEP_METRIC = "time/step"
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of a step. color: its number; neighbouring colors differ for colour-blind readers."""
+    """A stage of a training step.
+
+    - `label`: its name in plots
+    - `metric`: the metric with its seconds per step; "" for the time outside all other stages
+    - `color`: number of its color; people with color blindness can distinguish neighbouring colors
+    """
 
     label: str
     metric: str
@@ -37,7 +42,10 @@ WITHOUT_ANSWERS = "making the sequences"
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar for steps `first` to `last`. seconds: mean seconds per step of each stage."""
+    """A bar for the steps from `first` to `last`.
+
+    `seconds`: for each stage, the mean seconds per step.
+    """
 
     first: int
     last: int
@@ -45,9 +53,9 @@ class Bar:
 
 
 def stages_of(record: JobRecord) -> list[Stage]:
-    """Return the stages of a job in the order of a step; [] if no step was timed.
+    """Return the stages of a job in their order within a step; [] if no step was timed.
 
-    A stage is omitted if its total rounds to 0 seconds and to 0% of the steps.
+    A stage is left out if its total time rounds to 0 seconds and to 0% of the time of all steps.
     """
     metrics, total_step_seconds = (
         record.metrics,
@@ -70,7 +78,10 @@ def stages_of(record: JobRecord) -> list[Stage]:
 
 
 def bars_of(record: JobRecord, stages: Sequence[Stage], max_bars: int = MAX_BARS) -> list[Bar]:
-    """Return at most `max_bars` bars of equal numbers of steps. `stages`: the stages of the job."""
+    """Return at most `max_bars` bars, each for the same number of steps.
+
+    `stages`: the stages of the job.
+    """
     timed = [point for point in record.points if _STEP_METRIC in point.metrics]
     size = -(-len(timed) // max_bars)
     bars = []

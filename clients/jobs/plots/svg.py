@@ -30,7 +30,10 @@ def panel_svg(panel: Panel) -> str:
 
 
 def bars_svg(stages: Sequence[Stage], bars: Sequence[Bar]) -> str:
-    """Return an `<svg>` of stacked bars (at least one): mean seconds of a step by stage."""
+    """Return an `<svg>` of stacked bars: the mean seconds of a step, by stage.
+
+    `bars` has at least one bar.
+    """
     highest = max(sum(bar.seconds) for bar in bars)
     ends = [(bars[0].first - 0.5, 0.0), (bars[-1].last + 0.5, highest or 1.0)]
     panel = Panel("seconds a step", [Curve("", 0, ends, False)], False)
@@ -42,7 +45,7 @@ def bars_svg(stages: Sequence[Stage], bars: Sequence[Bar]) -> str:
 
 
 def sparkline_svg(curve: Curve) -> str:
-    """Return a small `<svg>` of a curve without axes."""
+    """Return a small `<svg>` of a curve, without axes and labels."""
     panel = Panel("", [curve], False)
     first_step, last_step, _, _ = panel.spans()
     heights = panel.heights([y for _, y in curve.points])

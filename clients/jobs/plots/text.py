@@ -21,10 +21,10 @@ _Cells = dict[tuple[int, int], tuple[int, int]]
 
 
 def panel_text(panel: Panel, *, width: int, dots: bool, color: bool) -> str:
-    """Return a panel as lines of at most `width` columns.
+    """Return a panel as text. Its lines have at most `width` characters.
 
-    `dots`: draw with braille characters, otherwise with letters. Without colors or dots, each of
-    several curves is drawn with its own letter.
+    `dots`: draw curves with braille characters, otherwise with letters. Without `color` or without
+    `dots`, each of several curves is drawn with its own letter.
     """
     curves = [
         curve if curve.held_out else replace(curve, points=smooth_curve(curve.points))
@@ -78,7 +78,7 @@ def _draw_curves(panel: Panel, columns: int, grid: tuple[int, int]) -> _Cells:
 
 
 def _connect_dots(dots: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the dots of the points, and the dots of straight lines between them."""
+    """Return the dots of a curve, and the dots of straight lines that connect them."""
     connected = list(dots[:1])
     for (x0, y0), (x1, y1) in pairwise(dots):
         steps = max(abs(x1 - x0), abs(y1 - y0), 1)
