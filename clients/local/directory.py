@@ -25,10 +25,14 @@ from protos.errors import InvalidInput, WrongState
 def create_run(
     config: AnyJob, runs: Path, directory: str, text: str = "", suffix: str = ".toml"
 ) -> RunDirectory:
-    """Check a job, and create its run directory: `directory`, or a new directory in `runs`.
+    """Check a job, create its run directory, and return it.
 
-    `config` has absolute paths. `text`, `suffix`: the text and the file suffix of the job file, if
-    there is one.
+    - `config`: the job, with absolute paths
+    - `runs`: parent of a new run directory, whose name this function chooses
+    - `directory`: path of the run directory; if it is not "", `runs` is not used
+    - `text`, `suffix`: text and file suffix of the job file, if there is one
+
+    Raises InvalidInput if a check fails, or if the job depends on other jobs.
     """
     from clients.preflight.data_files import check_data
     from clients.preflight.files import check_files, check_models
@@ -56,11 +60,10 @@ def create_run(
 
 
 def with_absolute_reward(job: Path, config: AnyJob) -> AnyJob:
-    """Return `config` with an absolute path in `reward.file`.
+    """Return the job `config` with an absolute path in `reward.file`.
 
-    A relative path in `reward.file` starts at the directory of the job file, whose path is `job`. A
-    config without `reward.file` is returned unchanged. Raises InvalidInput if there is no such
-    file.
+    A relative path in `reward.file` starts at the directory of the job file `job`. A job without
+    `reward.file` is returned unchanged. Raises InvalidInput if the file does not exist.
     """
     if config.reward_table is None or config.reward_table.file is None:
         return config
@@ -73,7 +76,7 @@ def with_absolute_reward(job: Path, config: AnyJob) -> AnyJob:
 
 
 def with_absolute_paths(file: JobFile) -> AnyJob:
-    """Return the job of a file with absolute paths, as run directories store it."""
+    """Return the job of a job file with absolute paths, for job.json of a run directory."""
     config: AnyJob = localized(with_absolute_reward(file.path, file.config))
     if config.output_store is None or is_object_url(config.output_store):
         return config
@@ -83,9 +86,10 @@ def with_absolute_paths(file: JobFile) -> AnyJob:
 
 
 def _create_atomically(path: Path, parts: tuple[AnyJob, str, str]) -> RunDirectory:
-    """Create the run directory `path` atomically, because a script may be killed at any time.
+    """Create the run directory `path` with the job files in `parts`.
 
-    Raises InvalidInput if `path` exists and is not an empty directory.
+    The directory appears complete or not at all, because a script may be killed at any time. Raises
+    InvalidInput if `path` exists and is not an empty directory.
     """
     path = path if path.name else path.absolute()  # "." has no name
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -104,8 +108,9 @@ def _create_atomically(path: Path, parts: tuple[AnyJob, str, str]) -> RunDirecto
 def reopen_run(path: Path, max_steps: int | None) -> tuple[RunDirectory, int]:
     """Prepare a run directory for a new attempt. Return it, and the number of the attempt.
 
-    `max_steps` replaces the job's number of steps. Raises the errors of `require_unfinished`, and
-    WrongState if a program is running in the directory, or if a job server has the job.
+    `max_steps` replaces the job's number of steps; None keeps it. Raises the errors of
+    `require_unfinished`. Raises WrongState if a program runs in the directory, or if the directory
+    belongs to a job of a job server, which starts the attempts itself.
     """
     run = RunDirectory(path)
     config = run.config()
@@ -127,9 +132,10 @@ def reopen_run(path: Path, max_steps: int | None) -> tuple[RunDirectory, int]:
 
 
 def require_unfinished(run: RunDirectory, max_steps: int | None) -> None:
-    """Raise WrongState if the run has finished its steps. `max_steps`: the new number of steps.
+    """Raise WrongState if the job of the run has finished its steps.
 
-    Raises InvalidInput for `max_steps` if the job has no number of steps.
+    `max_steps`: the new number of steps, or None. Raises InvalidInput if `max_steps` is given and a
+    job of this method has no number of steps.
     """
     config, status = run.config(), run.read_status()
     if status and status.verdict == "succeeded" and (max_steps or 0) <= status.step:
@@ -146,7 +152,7 @@ def require_unfinished(run: RunDirectory, max_steps: int | None) -> None:
 
 
 def next_attempt(run: RunDirectory) -> int:
-    """Return the number of the next attempt, which no earlier attempt has used."""
+    """Return the number of the next attempt: a number that no earlier attempt has used."""
     status: Status | None = run.read_status()
     names = [log.name.removeprefix("attempt-") for log in run.logs(1).parent.glob("attempt-*")]
     numbers = [int(name) for name in names if name.isdecimal()]

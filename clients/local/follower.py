@@ -14,9 +14,9 @@ SECONDS_BETWEEN_POLLS = 0.2
 
 
 class RunFollower:
-    """Follows one attempt in a run directory. Each `poll` returns the new events.
+    """Reads the events of one attempt from its run directory. Each `poll` yields the new events.
 
-    The trainer may rewrite metrics.jsonl at the same time, as it does when it resumes.
+    The trainer may replace metrics.jsonl during a `poll`, as it does when it resumes.
     """
 
     def __init__(self, run: RunDirectory, attempt: int, max_steps: int) -> None:
@@ -35,7 +35,7 @@ class RunFollower:
         return _job_state(self._status) in TERMINAL
 
     def poll(self) -> Iterator[JobEvent]:
-        """Yield the events since the last call."""
+        """Yield the events since the last call, or since the start of the attempt."""
         # Status before metrics: if the status says that the attempt has ended, all of its metrics
         # are on disk.
         status = self._run.read_status()
@@ -52,8 +52,9 @@ class RunFollower:
     def trainer_died(self, reason: str, state: JobState = JobState.FAILED) -> JobEvent:
         """Return the final event of a trainer that exited without writing a final status.
 
-        If the trainer wrote a reason before, that reason replaces `reason`, unless the trainer was
-        stopped.
+        - `reason`: the reason of the event. If the trainer wrote a reason before, that reason is
+          used instead, except for a cancelled attempt.
+        - `state`: FAILED, or CANCELLED if the trainer was stopped on request
         """
         verdict: Verdict = "cancelled" if state is JobState.CANCELLED else "failed"
         if state is not JobState.CANCELLED:

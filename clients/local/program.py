@@ -1,5 +1,7 @@
-"""Runs a program in a child process, so that a command does not import the program's packages, and
-reads its reply (`print_reply`).
+"""Runs a program in a child process, and reads its reply.
+
+A command uses this module to do work without importing the packages of the program. The program
+writes its reply with `print_reply`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ from protos.errors import ExitCode, InternalFault, error_of
 
 
 def run_program(module: Sequence[str], document: str, *, quiet: bool) -> tuple[int, str]:
-    """Run a module with its arguments and `document` on stdin. Return its exit code and stdout."""
+    """Run a module with `document` as its stdin. Return its exit code and its stdout.
+
+    `module`: the name of the module, and its arguments. `quiet`: do not show its stderr.
+    """
     program = subprocess.Popen(
         [sys.executable, "-P", "-m", *module],
         stdin=subprocess.PIPE,
@@ -33,7 +38,11 @@ def run_program(module: Sequence[str], document: str, *, quiet: bool) -> tuple[i
 
 
 def parse_reply(reply: tuple[int, str], label: str) -> str:
-    """Return the JSON text of a reply. Raises the program's error, or InternalFault if it died."""
+    """Return the JSON text in `reply`, the exit code and the stdout of a program.
+
+    Raises the DistillError that the program reported, or InternalFault if it wrote no JSON. `label`
+    names the program in messages.
+    """
     code, stdout = reply
     try:
         document = json.loads(stdout)

@@ -1,6 +1,7 @@
-"""`run`: starts a job on this machine in a separate process, and returns its RunHandle. The process
-is `distill run --resume DIRECTORY`, in a separate session. When Python or a notebook's kernel
-exits, the process writes a checkpoint and stops.
+"""`run`: starts a job on this machine in a separate process, and returns its RunHandle.
+
+The process is `distill run --resume DIRECTORY`, in its own session. When Python or the notebook's
+kernel exits, the process writes a checkpoint and stops.
 """
 
 from __future__ import annotations
@@ -33,10 +34,14 @@ _live_attempts: set[_Attempt] = set()
 def run(job: JobSource, *, runs: Path | str = "runs", directory: Path | str = "") -> RunHandle:
     """Start a job on this machine, without a server, and return its handle at once.
 
-    `job`: as for `DistillClient.submit`. `runs`: parent of the new run directory; `directory`: the
-    run directory itself, which must not exist. An interrupt (Ctrl-C, or of a notebook's kernel) in
-    `wait`, `watch` or `show` of the handle cancels the job after a checkpoint; a second interrupt
-    kills the job. The job is also cancelled when this process exits, except by SIGKILL.
+    - `job`: a job, the result of `load_job`, or a dict, as for `DistillClient.submit`
+    - `runs`: parent of a new run directory
+    - `directory`: path of the run directory, which must not exist; if it is not "", `runs` is not
+      used
+
+    An interrupt (Ctrl-C, or of a notebook's kernel) in `wait`, `watch` or `show` of the handle
+    stops the job after a checkpoint. A second interrupt kills the job. The job is also stopped when
+    this process exits, except by SIGKILL.
 
     Raises the errors of `distill run` for a job that cannot start, such as InvalidInput.
     """
@@ -58,10 +63,10 @@ def run_command(directory: Path, max_steps: int | None) -> list[str]:
 
 
 class RunHandle(JobDisplay):
-    """A job started by `run`, in its state at the time of the call. It has the methods of
-    JobHandle.
+    """A job that `run` has started, with its state at the time of the call.
 
-    Values do not change. `refresh`, `wait` and `cancel` return a handle with new values.
+    The handle has the methods of JobHandle. Its fields do not change while the job runs. `refresh`,
+    `wait` and `cancel` return a new handle with new values.
     """
 
     _attempt: _Attempt  # no field, as JobHandle.client
@@ -76,13 +81,14 @@ class RunHandle(JobDisplay):
         return _handle_of(self._attempt)
 
     def record(self, *, with_notes: bool = False) -> JobRecord:
-        """Return the job as it is now, with its metrics and notes."""
+        """Read the run directory, and return the job as it is now, with its metrics and notes."""
         return self._attempt.record()
 
     def watch(self, after_seq: int = 0, *, timeout: float | None = None) -> Iterator[JobEvent]:
-        """Yield every event of this attempt after `after_seq` until the attempt ends.
+        """Yield every event of this attempt with a number above `after_seq`, until the attempt
+        ends.
 
-        Raises TimedOut after `timeout` seconds, which does not affect the job.
+        Raises TimedOut after `timeout` seconds. The job then continues.
         """
         seq = after_seq
         try:
@@ -121,10 +127,10 @@ class RunHandle(JobDisplay):
             raise NotFound(f"job {self.id} has no log of attempt {attempt}") from None
 
     def cancel(self, *, now: bool = False) -> RunHandle:
-        """Stop the job after a last checkpoint, or immediately if `now`, without waiting.
+        """Stop the job after a last checkpoint, or immediately if `now`. Returns without waiting.
 
-        If a later attempt of the job runs, that attempt is stopped instead. If `resume` in this
-        process started the later attempt, its handle is returned.
+        If a later attempt of the job runs, this method stops the later attempt. If `resume` in this
+        process started the later attempt, the returned handle is that of the later attempt.
         """
         newest = _newest_attempt(self._attempt)
         newest.stop(now=now)
@@ -136,7 +142,7 @@ class RunHandle(JobDisplay):
         """Start a new attempt from the newest checkpoint, and return its handle.
 
         `max_steps` replaces the job's number of steps. Raises WrongState if the job has not ended,
-        or has finished its steps, or if a later attempt runs.
+        if it has finished its steps, or if a later attempt runs.
         """
         from clients.local.directory import require_unfinished
 
@@ -157,7 +163,7 @@ class RunHandle(JobDisplay):
 
 
 class _Attempt:
-    """The process of one attempt, and its events up to now. Safe to share between threads."""
+    """The process of one attempt, and its events so far. Several threads can share it."""
 
     def __init__(
         self, run: RunDirectory, attempt: int, process: subprocess.Popen[bytes], max_steps: int
@@ -190,7 +196,10 @@ class _Attempt:
         return self._has_ended
 
     def iterate(self, after_seq: int, timeout: float | None) -> Iterator[JobEvent]:
-        """Yield the events after `after_seq` until the end of the attempt."""
+        """Yield the events with a number above `after_seq` until the attempt ends.
+
+        Raises TimedOut after `timeout` seconds.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             events = self.poll()
@@ -213,7 +222,10 @@ class _Attempt:
         )
 
     def stop(self, *, now: bool = False) -> None:
-        """Request a stop after a checkpoint, or kill. Repeated calls have no further effect."""
+        """Ask the process to stop after a checkpoint, or kill it if `now`.
+
+        Repeated calls have no further effect.
+        """
         if not self._stop_requested:
             self._stop_requested = True
             self._process.send_signal(signal.SIGTERM)
@@ -290,13 +302,16 @@ def _stop_all() -> None:
 
 
 def _newest_attempt(attempt: _Attempt) -> _Attempt:
-    """Return the running attempt of this process in the directory of `attempt`, or `attempt`."""
+    """Return the attempt that this process runs in the run directory of `attempt`.
+
+    Returns `attempt` itself if this process runs none there.
+    """
     others = [other for other in [*_live_attempts] if other.run.path == attempt.run.path]
     return next((other for other in others if not other.has_ended()), attempt)
 
 
 def _has_successor(attempt: _Attempt) -> bool:
-    """Return whether another process runs a later attempt in the directory of `attempt`."""
+    """Return whether another process runs a later attempt in the run directory of `attempt`."""
     status = attempt.run.read_status()
     is_later = status is not None and status.attempt > attempt.number
     return is_later and attempt.run.is_held()

@@ -1,1 +1,4 @@
-"""The run directory, shared by a job's program and the server or CLI that started the program."""
+"""The run directory.
+
+A job's program shares it with the server or command that started the program.
+"""

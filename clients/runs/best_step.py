@@ -27,9 +27,14 @@ def sign_of(metric: str) -> float:
 def best_step(points: Iterable[Point], steps: Collection[int]) -> int | None:
     """Return the step in `steps` with the best evaluation, or None if none was evaluated.
 
-    With rewards, the best step has the largest eval/reward. Otherwise it has the smallest eval/kl,
-    or eval/kl_bound if the store allows only the bound, or eval/cross_entropy without a teacher. Of
-    equal values, the later step is returned.
+    The first metric of this list that was measured decides:
+
+    - eval/reward: the largest value is best
+    - eval/kl: the smallest value is best
+    - eval/kl_bound: the smallest value is best; measured if the store allows only a bound of the KL
+    - eval/cross_entropy: the smallest value is best; measured without a teacher
+
+    If several steps have the best value, the last of them is returned.
     """
     metrics_by_step = {point.step: point.metrics for point in points if point.step in steps}
     for metric in JUDGES:
@@ -45,8 +50,9 @@ def best_step(points: Iterable[Point], steps: Collection[int]) -> int | None:
 def unproven_gain(points: Iterable[Point], step: int) -> str:
     """Return a sentence if `step` is not clearly better than the first evaluation, otherwise "".
 
-    Clearly better means by more than two standard errors of the difference, assuming independent
-    evaluations. Evaluations on the same prompts are correlated, so the true error is smaller.
+    `step` is clearly better if the difference is more than two of its standard errors. The standard
+    error of the difference assumes independent evaluations. Evaluations on the same prompts are
+    correlated, so the true standard error is smaller.
     """
     metrics_by_step = {point.step: point.metrics for point in points}
     for metric in JUDGES:

@@ -76,10 +76,13 @@ class Status:
 
 @dataclass(frozen=True)
 class Control:
-    """A request of the owner. "checkpoint": stop after a checkpoint; "now": stop immediately.
+    """A request of the owner to the program.
 
-    `cancelled_attempt`: the attempt that a user has cancelled; 0 if the owner itself requests the
-    stop. The file stays, so a request for an earlier attempt is no request for the next one.
+    - `stop`: "checkpoint" means to stop after a checkpoint, "now" to stop immediately; "": no
+      request
+    - `cancelled_attempt`: number of the attempt that a user has cancelled; 0 if the owner itself
+      requests the stop. The file stays after the attempt. A number of an earlier attempt does not
+      cancel a later attempt.
     """
 
     stop: Literal["", "checkpoint", "now"] = ""
@@ -136,7 +139,7 @@ class RunDirectory:
 
     @property
     def server_mark(self) -> Path:
-        """Path of an empty file, which exists if a job server has the job of the directory."""
+        """Path of an empty file, which exists if the run is a job of a job server."""
         return self.path / "server"
 
     @property
@@ -159,7 +162,10 @@ class RunDirectory:
         return self.checkpoints / f"step-{step:06d}"
 
     def checkpoint_steps(self) -> tuple[int, ...]:
-        """Return the steps of the existing checkpoints in ascending order, unverified."""
+        """Return the steps of the existing checkpoints in ascending order.
+
+        Does not check their files.
+        """
         names = (path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*"))
         return tuple(sorted(int(name) for name in names if name.isdecimal()))
 
@@ -175,7 +181,10 @@ class RunDirectory:
 
     @property
     def weights(self) -> Path:
-        """Directory of the weights for rollout engines; they may be in memory instead."""
+        """Directory of the weights for rollout engines.
+
+        A trainer may write the weights to a directory in memory instead.
+        """
         return self.path / "weights"
 
     @property
@@ -185,7 +194,7 @@ class RunDirectory:
 
     @property
     def token_logprobs(self) -> Path:
-        """Directory of the log-probs of held-out tokens at each evaluation."""
+        """Directory of the log-probs of the held-out tokens, which each evaluation writes."""
         return self.path / "token_logprobs"
 
     @property
@@ -195,7 +204,7 @@ class RunDirectory:
 
     @property
     def code_diff(self) -> Path:
-        """Path of the uncommitted changes of the code that the newest attempt ran."""
+        """Path of a patch: the uncommitted changes in the code that the newest attempt ran."""
         return self.path / "code.diff"
 
     @property
@@ -238,7 +247,10 @@ class RunDirectory:
         return _read_as(_STATUS, self.path / "status.json")
 
     def write_status(self, status: Status) -> None:
-        """Replace status.json atomically. Programs use `Progress`, which also checks the fence."""
+        """Replace status.json atomically, without a check of the fence.
+
+        The program of a job uses `Progress` instead, which checks the fence.
+        """
         replace_file(self.path / "status.json", json.dumps(asdict(status)) + "\n")
 
     def read_control(self) -> Control:
@@ -247,10 +259,11 @@ class RunDirectory:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the lock that allows only one running program per run directory.
+        """Hold the lock of the run directory during the block: only one program may run in it.
 
-        Waits _LOCK_SECONDS for a killed program to exit. Raises WrongState if another process on
-        this machine holds the lock after that.
+        If another process holds the lock, waits _LOCK_SECONDS for it, because a killed program
+        needs time to exit. Raises WrongState if another process on this machine still holds the
+        lock then.
         """
         with (self.path / ".trainer.lock").open("a", encoding="utf-8") as lock:
             deadline = time.monotonic() + _LOCK_SECONDS

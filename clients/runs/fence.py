@@ -58,14 +58,17 @@ def own_attempt() -> int:
 
 
 def _own_and_newest_attempt() -> tuple[int, int]:
-    """Return the attempt of this process and the newest attempt; equal without a fence."""
+    """Return the numbers of the attempt of this process and of the newest attempt.
+
+    Both numbers are 0 if $DISTILL_FENCE is not set, or if the fence file cannot be read.
+    """
     attempt, _, path = os.environ.get(VARIABLE, "").partition(":")
     newest = _read_attempt(Path(path)) if path else None
     return (0, 0) if newest is None else (int(attempt), newest)
 
 
 def _read_attempt(path: Path) -> int | None:
-    """Return the attempt in the file; None if the file is missing or invalid (a broken disk)."""
+    """Return the number in a fence file; None if the file is missing or invalid (a broken disk)."""
     try:
         with open_regular(path) as file:
             return int(file.read(64))

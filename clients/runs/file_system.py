@@ -66,16 +66,17 @@ _TRIES = 10
 
 
 def has_room(needed_bytes: int) -> bool:
-    """Return whether `needed_bytes` fit into half of the free memory."""
+    """Return whether `needed_bytes` fit into half of the free memory (of /dev/shm)."""
     return (
         os.access(MEMORY_DISK, os.W_OK) and shutil.disk_usage(MEMORY_DISK).free > 2 * needed_bytes
     )
 
 
 def locked_directory() -> Path | None:
-    """Return a new directory in memory, locked until this process ends.
+    """Create a directory in memory, and return its path. Its lock is held until this process ends.
 
-    Returns None if, in several tries, other processes deleted the directory before it was locked.
+    Another process may delete the new directory before it is locked. The function then tries again,
+    and returns None after several such attempts.
     """
     for _ in range(_TRIES):
         root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=MEMORY_DISK))

@@ -1,4 +1,4 @@
-"""Names of runs, and the comparison of two jobs."""
+"""Ids and identities of runs, and the comparison of two jobs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _HASH_CHARS = 6
 
 
 def run_ids(kind: str, name: str) -> Iterator[str]:
-    """Yield candidate ids such as `on-policy-qwen3-0.6b-7f3a`, without end.
+    """Yield possible ids of a new run, such as `on-policy-qwen3-0.6b-7f3a`, without end.
 
-    The caller uses the first free id.
+    The caller takes the first id that is not used yet.
     """
     slug = re.sub(r"[^a-z0-9.]+", "-", name.lower())[:_SLUG_CHARS].strip("-.")
     # A name without Latin letters and digits: jobs of one name have the same hash.
@@ -32,9 +32,10 @@ def run_ids(kind: str, name: str) -> Iterator[str]:
 
 
 def run_identity(run: Path) -> str:
-    """Return NAME-HEX for a run directory. A copied or recreated directory has another identity.
+    """Return a text NAME-HEX that identifies a run directory.
 
-    Only one process at a time may call this: the first call writes the file `.identity`.
+    A copy of the directory, or a new directory in its place, has another identity. The first call
+    writes the file `.identity`, so only one process at a time may call this function.
     """
     path = run / ".identity"
     if not path.exists():

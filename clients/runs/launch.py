@@ -48,10 +48,10 @@ def trainer_command(
 
 
 def teacher_command(teacher: TeacherLink, port: int, token_file: Path | None = None) -> list[str]:
-    """Return the command line of the teacher that is started for `teacher.model`.
+    """Return the command line of the teacher that runs the model `teacher.model`.
 
-    The teacher listens on loopback (`port` 0: any free port), and accepts the tokens in
-    `token_file`.
+    - `port`: port of the teacher on the loopback address; 0: any free port
+    - `token_file`: file of the tokens that the teacher accepts; None: no tokens
     """
     assert teacher.model is not None
     command = [sys.executable, "-P", "-m", "teacher_service", "--port", str(port)]

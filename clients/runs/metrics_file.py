@@ -21,21 +21,23 @@ log = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """A second destination for metrics, such as TensorBoard."""
+    """Another destination for the metrics, such as TensorBoard."""
 
     def log(self, step: int, values: Mapping[str, float], /) -> None:
         """Record the finite metrics of a step. Steps arrive in ascending order."""
 
     def close(self) -> None:
-        """Flush and release resources. No call follows."""
+        """Write all buffered metrics, and release resources. No method is called afterwards."""
 
 
 class MetricsLog:
     """Appends one line per step to metrics.jsonl, and passes the values to trackers.
 
-    evaluations: the steps with an evaluation, those of earlier attempts too. last: the last step;
-    None in an empty file. Both without reading the file again. The constructor and `write` raise
-    WrongState if a newer attempt has replaced this one.
+    - `evaluations`: the steps with an evaluation, including those of earlier attempts
+    - `last`: the last step; None if the file is empty
+
+    Both are in memory, so that no caller reads the file again. The constructor and `write` raise
+    WrongState if a newer attempt has replaced this attempt.
     """
 
     def __init__(
@@ -46,9 +48,10 @@ class MetricsLog:
         last_step: int | None,
         trackers: Sequence[Tracker] = (),
     ) -> None:
-        """Open the file. `last_step`: the step from which the attempt resumes, or None.
+        """Open the file, and remove the steps after `last_step`, because this attempt repeats them.
 
-        Later steps in the file are removed, because the attempt repeats them.
+        `last_step`: the step from which the attempt resumes; None: the attempt starts from the
+        beginning.
         """
         require_unfenced()
         self._attempt = attempt
@@ -61,7 +64,10 @@ class MetricsLog:
         self._trackers = trackers
 
     def write(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
-        """Write and return the finite values of a step; log a warning for the other values."""
+        """Write the finite values of a step, and return them.
+
+        Log a warning for each other value.
+        """
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         for name in values.keys() - finite.keys():
             log.warning("step %d: %s is %s and was not written", step, name, values[name])
@@ -77,7 +83,7 @@ class MetricsLog:
         return finite
 
     def _lines_up_to(self, last_step: int | None) -> Iterator[str]:
-        """Yield the lines of the file to keep, and note their evaluations."""
+        """Yield the lines of the file to keep, and add their evaluations to `evaluations`."""
         if last_step is None:
             return
         for line in _lines_of(self._path):
@@ -132,7 +138,11 @@ class MetricsTail:
     """
 
     def __init__(self, path: Path, *, attempt: int, seen_step: int) -> None:
-        """Follow the file at `path`, which may not exist yet."""
+        """Read the file at `path`, which may not exist yet.
+
+        `attempt`: number of the attempt to read. `seen_step`: last step that the caller already
+        has.
+        """
         self._path = path
         self._attempt = attempt
         self._seen_step = seen_step
@@ -140,7 +150,10 @@ class MetricsTail:
         self._offset = 0
 
     def read(self) -> Sequence[Point]:
-        """Return new steps from at most 1 MiB of the file; empty if there are none yet."""
+        """Return the new steps, from at most 1 MiB of the file.
+
+        The result is empty if there are none yet.
+        """
         points = []
         for line in self._new_lines():
             point = _point_of(line, self._attempt)
@@ -150,7 +163,7 @@ class MetricsTail:
         return points
 
     def read_all(self) -> Sequence[Point]:
-        """Return all new steps, after the program has exited."""
+        """Return all new steps. Call this after the program has exited."""
         points: list[Point] = []
         offset = -1
         while offset != self._offset:
@@ -180,7 +193,7 @@ class MetricsTail:
 
 
 def read_points(path: Path) -> Iterator[Point]:
-    """Yield every complete step in the file, of all attempts; nothing if there is no file."""
+    """Yield every complete step in the file, of all attempts. Yield nothing if there is no file."""
     return (point for line in _lines_of(path) if (point := _point_of(line)) is not None)
 
 
@@ -191,10 +204,11 @@ def read_evaluations(path: Path) -> Iterator[Point]:
 
 
 def read_curves(path: Path, most: int = _MAX_CURVE_STEPS) -> list[Point]:
-    """Return the steps of the file for curves: all steps, or those of a long run.
+    """Return the steps of the file that a plot needs.
 
-    These are the last step, all steps with an evaluation, and at most `most` other steps, which are
-    multiples of a power of two. Memory and time for parsing do not grow with the other steps.
+    A short run gives all its steps. A long run gives the last step, all steps with an evaluation,
+    and at most `most` of the other steps, at equal distances (a power of two). Only the returned
+    lines are parsed, so memory and parsing time do not grow with the length of the run.
     """
     steps, evaluations = dict[int, bytes](), dict[int, bytes]()
     interval, last = 1, (0, b"")
@@ -215,7 +229,7 @@ def read_curves(path: Path, most: int = _MAX_CURVE_STEPS) -> list[Point]:
 
 
 def _lines_of(path: Path) -> Iterator[bytes]:
-    """Yield the lines of the file with their ends; nothing if there is no file."""
+    """Yield the lines of the file, each with its line break. Yield nothing if there is no file."""
     try:
         file = open_regular(path)
     except FileNotFoundError:
@@ -235,7 +249,10 @@ def _step_of(line: bytes) -> int | None:
 
 
 def _point_of(line: bytes, attempt: int | None = None) -> Point | None:
-    """Parse a line; return None for a line of another attempt and for an invalid line."""
+    """Parse a line. Return None if the line is invalid, or if it is of another attempt.
+
+    `attempt`: number of the attempt; None: any attempt.
+    """
     try:
         record = json.loads(line)
         if attempt is not None and record["attempt"] != attempt:

@@ -1,4 +1,4 @@
-"""Progress of a job's program: writes status.json, reads control.json, and decides when to stop."""
+"""The progress of a job's program: its status, its stop requests, and its verdict."""
 
 from __future__ import annotations
 
@@ -27,22 +27,25 @@ _Job = TypeVar("_Job", bound=JobConfig)
 
 
 class AttemptDied(Exception):
-    """The attempt ends, but its status stays "running", because one of its processes was lost.
+    """Raised when the attempt lost one of its processes. The status of the attempt stays "running".
 
     The job may continue in a new attempt.
     """
 
 
 class Cancelled(Exception):
-    """The attempt ends on request, outside of its steps."""
+    """Raised to end an attempt after a stop request, while the program executes no step.
+
+    For example, the program may be waiting for a copy of a checkpoint.
+    """
 
 
 class Progress:
-    """The program's side of status.json and control.json.
+    """Writes status.json and reads control.json for the program of a job.
 
-    Every process has an instance, but only the main process reads and writes the files. `agree`
-    merges the requests of all processes into one decision, so that no process waits in a collective
-    for a process that has stopped.
+    Every process of the program has an instance, but only the main process reads and writes the
+    files. `agree` combines the requests of all processes into one decision. Otherwise a process
+    could wait in a collective for a process that has stopped.
     """
 
     def __init__(
@@ -55,10 +58,12 @@ class Progress:
         terminated: Callable[[], bool],
         agree: Callable[[int], int] = lambda wish: wish,
     ) -> None:
-        """Create the progress of this process without writing a file.
+        """Create the progress of this process. Writes no file.
 
-        `main` is true in the main process. `terminated` returns True after SIGTERM. `agree` is a
-        collective that returns the largest of the numbers that all processes pass.
+        - `main`: True in the main process
+        - `terminated`: returns True after SIGTERM
+        - `agree`: a collective; each process passes a number, and all get the largest of the
+          numbers
         """
         self._run = run
         self._main = main
@@ -74,13 +79,17 @@ class Progress:
         return self._status.attempt
 
     def expect(self, max_steps: int) -> None:
-        """Set the number of steps, if the job does not define the number. It is written with the
-        next status.
+        """Set the number of steps of a job whose configuration does not state the number.
+
+        The next write of the status contains the number.
         """
         self._status = dataclasses.replace(self._status, max_steps=max_steps)
 
     def say(self, phase: str, step: int) -> None:
-        """Set phase and step. A new phase is written at once, steps at most twice per second."""
+        """Set phase and step.
+
+        A new phase is written at once; new steps are written twice per second at most.
+        """
         status = dataclasses.replace(self._status, phase=phase, step=step)
         is_due = time.monotonic() - self._written_at >= _SECONDS_BETWEEN_WRITES
         if status != self._status and (is_due or phase != self._status.phase):
@@ -88,16 +97,20 @@ class Progress:
         self._status = status
 
     def note(self, text: str) -> None:
-        """Log a warning, which is also the reason of the verdict if the attempt succeeds."""
+        """Log a warning.
+
+        If the attempt succeeds, the warning also becomes the reason in its status.
+        """
         if self._main:
             logging.warning("%s", text)
             self._notes.append(text)
 
     def end(self, verdict: Verdict, reason: str = "", error: DistillError | None = None) -> None:
-        """Write the final verdict. `error`: the cause of a failure, which has the reason.
+        """Write the final verdict.
 
-        "failed" is written by the process that failed, on any rank; the first failure is kept.
-        Other verdicts are written by the main process.
+        `error`: the error that caused a failure; its text is the reason. The process that failed
+        writes the verdict "failed", on any rank, and the first failure is kept. The main process
+        writes the other verdicts.
         """
         if verdict == "succeeded":
             reason = reason or "; ".join(self._notes)
@@ -115,8 +128,10 @@ class Progress:
         self._write_status(status)
 
     def die(self, reason: str) -> None:
-        """Write the reason for ending without a verdict, unless another process has written a
-        reason.
+        """Write the reason why the attempt ends without a verdict.
+
+        Writes nothing if another process has already written a final verdict, or if the status
+        belongs to another attempt.
         """
         written_status = self._run.read_status()
         if written_status is None or (written_status.attempt, written_status.verdict) == (
@@ -127,10 +142,11 @@ class Progress:
             self._write_status(dataclasses.replace(self._status, reason=reason))
 
     def stop_wanted(self) -> str:
-        """Return "" to continue, "checkpoint" to stop after a checkpoint, or "now" to stop
-        immediately.
+        """Return the stop request on which all processes agree.
 
-        Collective through `agree`: all processes must call this method, and get the same result.
+        "" means to continue, "checkpoint" to stop after a checkpoint, and "now" to stop
+        immediately. This is a collective through `agree`: all processes must call this method, and
+        get the same result.
         """
         wish = self._run.read_control().stop if self._main else ""
         if not wish and self._terminated():
@@ -139,8 +155,9 @@ class Progress:
         return choices[self.agree(choices.index(wish))]
 
     def stop_asked(self) -> bool:
-        """Return whether this process has a stop request. Not a collective; any thread may call
-        this method.
+        """Return whether this process has received a stop request.
+
+        This is not a collective. Any thread may call this method.
         """
         return self._terminated() or bool(self._run.read_control().stop)
 
@@ -163,12 +180,15 @@ def run_to_verdict(
 ) -> int:
     """Run an attempt, write its verdict, and return the exit code of the program.
 
-    A DistillError gives its own exit code. A disk that is full or does not respond counts as
-    Unavailable. Cancelled gives the verdict "cancelled". AttemptDied leaves no verdict, as if this
-    process had been killed. Any other exception is logged and gives JOB_FAILED.
+    - A DistillError gives its own exit code and the verdict "failed".
+    - An error of a disk that is full or does not respond is treated as Unavailable.
+    - Cancelled gives the verdict "cancelled".
+    - AttemptDied leaves no verdict, as if this process had been killed.
+    - Any other exception is logged and gives JOB_FAILED.
 
-    `lock`: `RunDirectory.held` in the main process. A WrongState error of the lock, or of a status
-    that belongs to a newer attempt, is printed and not written.
+    `lock`: `RunDirectory.held` in the main process. A WrongState error means that another process
+    holds the lock, or that the status belongs to a newer attempt. It is printed, and not written to
+    the status.
     """
     try:
         with lock:
@@ -215,7 +235,7 @@ def _end_as_failed(progress: Progress, error: DistillError) -> int:
 
 
 def is_of_a_disk(error: OSError) -> bool:
-    """Return True for errors of a full, broken or missing disk."""
+    """Return True if the error is that of a full, broken or missing disk."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return is_full or (error.filename is not None and error.errno in _DISK_FAULTS)
 
@@ -240,7 +260,7 @@ def _write_fault(error: OSError) -> DistillError:
 
 
 def prepare() -> Callable[[], bool]:
-    """Start logging. Return a function that returns whether SIGTERM has arrived."""
+    """Start logging, and handle SIGTERM. Return a function that returns True after SIGTERM."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -256,9 +276,10 @@ def prepare() -> Callable[[], bool]:
 
 
 def print_reply(work: Callable[[], str]) -> int:
-    """Print the JSON text returned by `work`, or its DistillError, and return the exit code.
+    """Print the JSON text that `work` returns, or its DistillError as JSON. Return the exit code.
 
-    Commands start such a program if they must not import its packages.
+    A command that must not import the packages of a program starts the program, and reads this
+    reply.
     """
     try:
         print(work())
@@ -279,9 +300,9 @@ def print_reply(work: Callable[[], str]) -> int:
 def write_preview(run: RunDirectory, make_preview: Callable[[], Preview]) -> None:
     """Write the preview of a job into its run directory, unless an earlier attempt has written it.
 
-    If `make_preview` raises a DistillError, for example because the data cannot be read, this
-    function logs a warning, writes no preview and returns. It does not raise the error. The program
-    reads the same data later, and then reports the error.
+    `make_preview` may raise a DistillError, for example because the data cannot be read. This
+    function then logs a warning, writes no preview, and raises nothing. The program reads the same
+    data later, and reports the error then.
     """
     if run.preview.exists():
         return
@@ -297,10 +318,11 @@ def run_program(
     description: str | None,
     work: Callable[[RunDirectory, _Job, Progress], Verdict],
 ) -> int:
-    """Run one attempt of a job of `kind`. Return the exit code; 2 for a wrong command line.
+    """Run one attempt of a job of `kind`, and return the exit code; 2 for a wrong command line.
 
-    `work` is called while this process holds the lock of the run directory. SIGTERM sets the stop
-    request of its progress.
+    - `name`, `description`: of the program, for its --help
+    - `work`: runs the attempt and returns its verdict. This process holds the lock of the run
+      directory during the call. After SIGTERM, `stop_wanted` of the Progress returns "checkpoint".
     """
     parser = argparse.ArgumentParser(prog=name, description=description)
     parser.add_argument("run", type=Path)

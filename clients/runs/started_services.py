@@ -1,12 +1,11 @@
-"""The addresses of services that the owner of a run started for its job, in files of the run
-directory.
+"""Files in the run directory with the addresses of services that were started for the job.
 
-Teacher: a server or `distill run` replaces the file before each attempt. The job keeps
-`teacher.model`. The attempt's processes connect to the address in the file.
+Teacher: a server or `distill run` starts the teacher, and writes its address before each attempt.
+The job keeps `teacher.model`, and the processes of the attempt connect to the address in the file.
 
 Rollout services on a cluster: the runner replaces the file whenever a service starts, moves or
-exits. The trainer's processes read the file before they connect. The number of services never
-changes, so the division of orders is fixed.
+exits. The processes of the trainer read the file before they connect. The number of services never
+changes, so each process always sends its orders to the same services.
 """
 
 from __future__ import annotations
@@ -26,15 +25,16 @@ _TEACHER_FILE = "teacher.json"
 
 
 def write_address(run: Path, address: str) -> None:
-    """Write the HOST:PORT of the started teacher to the run directory."""
+    """Write HOST:PORT of the teacher that was started for the job to the run directory."""
     replace_file(run / _TEACHER_FILE, json.dumps({"address": address}) + "\n")
 
 
 def connected(config: AnyTraining, run: Path) -> AnyTraining:
-    """Return the job with the address of its started teacher instead of the model's keys.
+    """Return the job with the address of its teacher in place of the keys about the teacher's
+    model.
 
-    A job without a started teacher is returned unchanged. Raises Unavailable if no teacher was
-    started.
+    This applies to a job that names a model, for which a teacher is started. Any other job is
+    returned unchanged. Raises Unavailable if the teacher was not started.
     """
     teacher = config.started_teacher
     if teacher is None:
@@ -58,20 +58,30 @@ PLACED_VARIABLE = "DISTILL_ROLLOUT_SERVICES"
 
 @dataclass(frozen=True)
 class PlacedService:
-    """A service on a cluster. address: HOST:PORT, "" if the service does not run; problem: why."""
+    """A rollout service on a cluster.
+
+    - `address`: HOST:PORT; "" while the service does not run
+    - `problem`: why the service does not run
+    """
 
     address: str = ""
     problem: str = ""
 
 
 def write_placed(file: Path, services: Sequence[PlacedService], *, one_machine: bool) -> None:
-    """Replace the file. `one_machine` is True if all services and trainers are on one machine."""
+    """Replace the file that lists the rollout services.
+
+    `one_machine`: True if all services and all trainer processes are on one machine.
+    """
     listed = [asdict(service) for service in services]
     replace_file(file, json.dumps({"one_machine": one_machine, "services": listed}) + "\n")
 
 
 def read_placed(file: Path) -> tuple[list[PlacedService], bool]:
-    """Return the services and `one_machine`. Raises Unavailable if the file cannot be read."""
+    """Return the rollout services, and `one_machine`; see `write_placed`.
+
+    Raises Unavailable if the file cannot be read.
+    """
     try:
         document = read_document(file)
         services = [
@@ -89,7 +99,10 @@ def read_placed(file: Path) -> tuple[list[PlacedService], bool]:
 
 @dataclass(frozen=True)
 class PlacedAddress:
-    """The address of service `number` (from 0), which changes when the service moves."""
+    """The address of the rollout service with the index `number` in the file.
+
+    The address changes when the service moves.
+    """
 
     file: Path
     number: int
@@ -98,7 +111,10 @@ class PlacedAddress:
         return f"number {self.number} of this job"
 
     def locate(self) -> str:
-        """Return the current HOST:PORT of the service. Raises Unavailable if it does not run."""
+        """Return the current HOST:PORT of the service.
+
+        Raises Unavailable if the service does not run.
+        """
         services, _ = read_placed(self.file)
         placed = services[self.number]
         if not placed.address:
