@@ -1,1 +1,1 @@
-"""Captured rows on disk: Arrow shards and a manifest, with readers, checks, merge and sample."""
+"""Stores of rows on disk or in object storage: writing, reading, checking, merging and sampling."""

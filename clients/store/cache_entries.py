@@ -1,9 +1,9 @@
 """Directories of cached records: their locks, and the deletion of unused directories.
 
-The process that holds the lock of a directory sets the time of the lock file every few seconds.
-Another process that needs the lock can therefore distinguish long work from a suspended process: it
-waits while the holder works, and does not wait for a suspended holder. The time of the lock file is
-also the time of the last use.
+While a process holds the lock of a directory, it sets the modification time of the lock file every
+few seconds. Another process that needs the lock can therefore distinguish a working holder from a
+suspended holder. It waits for a working holder, and does not wait for a suspended holder. The
+modification time is also the time of the last use.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def locked_entry(directory: Path) -> Iterator[None]:
-    """Create a directory of the cache if it is missing, and hold its lock.
+    """Hold the lock of a directory of the cache during the block. Creates a missing directory.
 
     Raises TimeoutError if the process that holds the lock is suspended, another OSError if the
     directory cannot be written, and InvalidInput if the file system has no locks.
@@ -106,9 +106,9 @@ def _is_at(file: IO[str], path: Path) -> bool:
 
 
 def delete_entry(directory: Path) -> bool:
-    """Delete a directory of the cache, and return True; False if its lock is held.
+    """Delete a directory of the cache. Return False if another process holds its lock.
 
-    Processes that have a file of the directory open can still read the file.
+    A process that has a file of the directory open can still read the file.
     """
     try:
         with (directory / LOCK).open("a", encoding="utf-8") as lock:
@@ -129,7 +129,10 @@ def delete_entry(directory: Path) -> bool:
 
 
 def _delete_files(directory: Path) -> bool:
-    """Delete the files of a directory except for its lock; False if a process reads one."""
+    """Delete all files of a directory but its lock file. Return False if a process reads a file.
+
+    Only Windows refuses to delete a file that a process reads.
+    """
     try:
         for path in directory.iterdir():
             if path.name != LOCK:
@@ -154,8 +157,9 @@ def delete_unused(root: Path) -> None:
 
 
 def delete_all(root: Path) -> int:
-    """Delete everything from the directory of all records, except for the directories whose locks
-    are held; return their number.
+    """Delete all cached records of data sets, except those that a process has locked.
+
+    Returns the number of the remaining directories, each with the records of one data set.
     """
     kept_count = 0
     for path in list(root.iterdir()) if root.is_dir() else []:

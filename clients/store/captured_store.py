@@ -1,4 +1,4 @@
-"""Checks the stores of an offline job against the job. Reads only their manifests."""
+"""Compares the stores of an offline job with the job. Reads only the manifests of the stores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ _NUMERIC_FACTS = ("vocab_size", "top_k", "tail_samples", SEQUENCES)
 
 @dataclass(frozen=True)
 class CapturedStore:
-    """A complete store: path or URL, the job key that names it, metadata and size."""
+    """A complete store of a capture.
+
+    - `path`: path or URL
+    - `field`: the key of the job that names the store
+    - `facts`: the metadata in its manifest
+    - `count`: number of sequences
+    """
 
     path: str
     field: str
@@ -41,7 +47,7 @@ class CapturedStore:
 
     @property
     def tail_samples(self) -> int:
-        """Ids per row that the teacher sampled from its tail; 0 means none."""
+        """Number of ids per row that the teacher sampled from its tail; 0: none."""
         return int(self.facts["tail_samples"])
 
     @property
@@ -51,21 +57,27 @@ class CapturedStore:
 
     @property
     def has_images(self) -> bool:
-        """True if its sequences may name images."""
+        """True if sequences of the store may name images."""
         return "image_column" in self.facts
 
 
 def captured_stores(config: JobConfig) -> tuple[CapturedStore, CapturedStore | None] | None:
-    """Return the stores of an offline job as `captured_store_of` does; None for other jobs."""
+    """Return the training store and the held-out store of an offline job; None for another job.
+
+    The held-out store is None if the job names none. Raises the errors of `captured_store_of`.
+    """
     return captured_store_of(config) if isinstance(config, OfflineJob) else None
 
 
 def captured_store_of(config: OfflineJob) -> tuple[CapturedStore, CapturedStore | None]:
-    """Return the training store of a job, and its held-out store if `data.eval_path` names one.
+    """Return the training store of a job, and its held-out store or None (see `data.eval_path`).
 
-    Raises NotFound if there is no store; InvalidInput if a manifest cannot be read, lists too few
-    sequences or was not written by a capture; Corrupt if a manifest is damaged; WrongState if a
-    store is incomplete or does not match the job. The error names the job key.
+    Each error names the key of the job. Raises:
+
+    - NotFound: there is no store
+    - InvalidInput: a manifest cannot be read, lists too few sequences, or is not that of a capture
+    - Corrupt: a manifest is damaged
+    - WrongState: a store is incomplete, or does not match the job
     """
     training = _read_store(config.data.path, "data.path")
     _check_facts(config.method, training)
@@ -145,10 +157,11 @@ def _is_captured(manifest: Manifest) -> bool:
 
 
 def _check_count(config: OfflineJob, store: CapturedStore, max_count: int) -> None:
-    """Require enough sequences to hold out.
+    """Raise InvalidInput if the store has too few sequences to hold out.
 
-    Without `data.eval_path`, `eval.prompts` sequences of `store` are held out. A separate held-out
-    store may have fewer than `eval.prompts`, but needs at least one per process.
+    `max_count`: number of sequences of `store` that can be held out. Without `data.eval_path`, the
+    job holds out `eval.prompts` sequences. A separate held-out store needs at least one sequence
+    per process, and may have fewer than `eval.prompts`.
     """
     required_count = (
         config.eval.prompts if config.data.eval_path is None else config.train.processes
@@ -164,7 +177,7 @@ def _check_count(config: OfflineJob, store: CapturedStore, max_count: int) -> No
 
 
 def _check_facts(method: OfflineConfig, store: CapturedStore) -> None:
-    """Raise WrongState if the metadata of the store contradicts keys of the job."""
+    """Raise WrongState if keys of the job contradict the metadata of the store."""
     values_by_key = {
         "top_k": (method.top_k, store.top_k),
         "temperature": (method.temperature, store.temperature),
@@ -192,7 +205,7 @@ def _check_facts(method: OfflineConfig, store: CapturedStore) -> None:
 
 
 def _check_images(config: OfflineJob, store: CapturedStore) -> None:
-    """Raise InvalidInput if the job has a key that is incompatible with a store of images."""
+    """Raise InvalidInput if the store has images, and a key of the job excludes images."""
     rules = [
         (config.train.sharding == "none", "train.sharding"),
         (not config.student.compile, "student.compile"),

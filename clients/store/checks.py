@@ -1,4 +1,4 @@
-"""Summary and integrity checks of a store."""
+"""Summaries of stores, and checks of their files for damage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from protos.rows.codec import verify_rows
 
 
 def count_sequences(place: Path | str) -> tuple[int, int]:
-    """Return the current number of sequences in a store, and the number of a complete capture.
+    """Return two numbers: the sequences in a store now, and the sequences after a complete capture.
 
     Raises NotFound if there is no store, Corrupt if its manifest is damaged.
     """
@@ -26,11 +26,14 @@ def count_sequences(place: Path | str) -> tuple[int, int]:
 
 
 def summary_of(place: Path | str) -> dict[str, str | int | float | bool]:
-    """Return the manifest's metadata and counts, ready for JSON.
+    """Return the metadata in the manifest and the counts of a store, as values for JSON.
 
-    `bytes`: size of all shards. `tokens`, `rows`: numbers of all tokens and of scored tokens. These
-    two are read from the shards, and omitted for a store at a URL. Raises NotFound if there is no
-    store, Corrupt if the manifest or a shard is damaged, InvalidInput if pyarrow is not installed.
+    - `bytes`: size of all shards
+    - `tokens`, `rows`: number of all tokens, and number of scored tokens; read from the shards, and
+      missing for a store at a URL
+
+    Raises NotFound if there is no store, Corrupt if the manifest or a shard is damaged,
+    InvalidInput if pyarrow is not installed.
     """
     manifest = manifest_at(place)
     require_arrow()
@@ -53,7 +56,10 @@ def summary_of(place: Path | str) -> dict[str, str | int | float | bool]:
 
 
 def _count_in_shards(path: Path, shards: Sequence[ShardFacts], size: int) -> dict[str, int | float]:
-    """Return the counts of tokens and rows, read from the shards."""
+    """Return the numbers of tokens and rows, and the bytes per row, read from the shards.
+
+    `size`: size of all shards in bytes. Raises Corrupt if a shard is damaged.
+    """
     tokens = rows = 0
     for facts in shards:
         try:
@@ -70,8 +76,8 @@ def _count_in_shards(path: Path, shards: Sequence[ShardFacts], size: int) -> dic
 def damages(place: Path | str) -> Iterator[str]:
     """Read every byte of the store. Yield one sentence for each damaged or missing shard.
 
-    If possible, the sentence names the first damaged sequence of the shard; never for a store at a
-    URL. Raises NotFound if there is no store, Corrupt if the manifest is damaged.
+    For a store on a disk, the sentence also names the first damaged sequence, if it can be
+    determined. Raises NotFound if there is no store, Corrupt if the manifest is damaged.
     """
     folder = ObjectFolder(str(place)) if is_object_url(place) else None
     first_index = 0

@@ -1,8 +1,9 @@
-"""Local copies of stores and other files of a job in object storage.
+"""Local copies of stores and other files that a job names in object storage.
 
-The copy of a store is in `$XDG_CACHE_HOME/distill/stores` under the sha256 of its manifest. A store
-is therefore copied once, and copied again after a change. Other files are in `distill/files`, under
-the sha256 of their URL, names, sizes and times.
+The copy of a store is in `$XDG_CACHE_HOME/distill/stores`, in a directory named by the sha256 of
+the manifest. A store is therefore copied once, and copied again after a change. Copies of other
+files are in `distill/files`, in directories named by the sha256 of their URL, names, sizes and
+times.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ def manifest_at(place: Path | str) -> Manifest:
 
 
 def on_disk(place: Path | str) -> Path:
-    """Return the directory of a store: the path, or for a URL a local copy of all its files.
+    """Return the directory of a store: `place` itself, or for a URL a local copy of all its files.
 
-    Each copied file is verified. Several processes may call this at the same time; one process
-    copies. Raises NotFound if there is no store at the URL, Corrupt if a file is missing or
-    damaged, OSError if the disk is full, and the errors of ObjectFolder.
+    Each copied file is verified. If several processes call this function at the same time, one of
+    them copies and the others wait. Raises NotFound if there is no store at the URL, Corrupt if a
+    file is missing or damaged, OSError if the disk is full, and the errors of ObjectFolder.
     """
     if not is_object_url(place):
         return Path(place)
@@ -80,10 +81,11 @@ def on_disk(place: Path | str) -> Path:
 
 
 def files_on_disk(job: _Job) -> _Job:
-    """Return the job with local copies instead of the URLs of its files, except those of stores.
+    """Copy the files at URLs that the job names, and return the job with the paths of the copies.
 
-    Several processes may call this at the same time; one process copies. Raises NotFound, naming
-    the key, if a file does not exist, OSError if the disk is full, and the errors of ObjectFolder.
+    Stores are not copied. If several processes call this function at the same time, one of them
+    copies and the others wait. Raises NotFound, naming the key, if a file does not exist, OSError
+    if the disk is full, and the errors of ObjectFolder.
     """
     for key, url in named_urls(job):
         if key not in job.stores:
@@ -92,7 +94,10 @@ def files_on_disk(job: _Job) -> _Job:
 
 
 def _copy_files(key: str, url: str) -> Path:
-    """Return the path of a copy of one file, or of the files of a model."""
+    """Copy one file, or all files of a model, from `url`. Return the local path.
+
+    `key`: the key of the job that names the URL.
+    """
     try:
         url = place_of(url)
         parent, _, name = url.rpartition("/")
@@ -135,8 +140,9 @@ def _is_copied(copy: Path, facts: ShardFacts) -> bool:
 
 
 def create_cache() -> Path:
-    """Create `cache_directory`, which only this user can enter, and return it. Raises OSError as
-    `mkdir` does.
+    """Create `cache_directory` if it is missing, and return it. Only this user can enter it.
+
+    Raises OSError if the directory cannot be created.
     """
     directory = cache_directory()
     create_private(directory)

@@ -91,7 +91,8 @@ class LogitDataset:
         return bytes(shard.token_ids[shard.token_offsets[row] : shard.token_offsets[row + 1]])
 
     def content(self, index: int) -> tuple[bytes, tuple[str, ...]]:
-        """Return the model input of sequence `index`: `token_ids`, and the sha256 of its images.
+        """Return the model input of sequence `index`: its `token_ids`, and the sha256 of each
+        image.
 
         Raises IndexError if there is no such sequence.
         """
@@ -100,7 +101,8 @@ class LogitDataset:
         return self.token_ids(index), tuple(digest for _, digest in images)
 
     def prompt_ids(self, index: int) -> NDArray[np.int32]:
-        """Return the token ids before the scored ones of sequence `index`, without verification.
+        """Return the token ids of sequence `index` before its first scored token, int32,
+        unverified.
 
         Raises IndexError if there is no such sequence.
         """
@@ -109,7 +111,7 @@ class LogitDataset:
         return ids[: shard.starts[row]].astype(np.int32)
 
     def entry(self, index: int) -> StoredRows:
-        """Return sequence `index` with encoded rows. Negative indices count from the end.
+        """Return sequence `index` with its rows still encoded. Negative indices count from the end.
 
         Raises IndexError if there is no such sequence, Corrupt if its checksum does not match.
         """
@@ -117,10 +119,10 @@ class LogitDataset:
         return shard.entry(row)
 
     def decoded(self, index: int) -> tuple[StoredRows, RowBlock]:
-        """Return sequence `index` and its decoded rows, with every checksum verified.
+        """Return sequence `index` and its decoded rows. Verifies every checksum.
 
-        Raises IndexError if there is no such sequence, Corrupt if it is damaged, or has ids or
-        log-probs that no teacher with the vocabulary of the store returns.
+        Raises IndexError if there is no such sequence. Raises Corrupt if the sequence is damaged,
+        or if it has ids or log-probs that a teacher with this vocabulary cannot return.
         """
         shard, row = self._locate(index)
         try:
@@ -184,7 +186,10 @@ class LogitDataset:
 
 
 def _sizes_in(metadata: Mapping[str, str], path: Path) -> tuple[int, int, int]:
-    """Return the `vocab_size`, `top_k` and `tail_samples` of a store. Raises InvalidInput."""
+    """Return `vocab_size`, `top_k` and `tail_samples` from the metadata of a store.
+
+    Raises InvalidInput if one of them is missing: the store was not written by a capture.
+    """
     try:
         vocab_size, top_k, tail_samples = (
             int(metadata[name]) for name in ("vocab_size", "top_k", "tail_samples")

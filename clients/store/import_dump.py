@@ -37,9 +37,10 @@ _PARSE_ERRORS = (ValueError, KeyError, IndexError, TypeError, AttributeError)
 
 @dataclass(frozen=True)
 class Dump:
-    """A dump, and the facts that its files do not contain.
+    """A dump, and values that the dump does not contain.
 
-    - `tokenizer`, `vocab_size`: the teacher's tokenizer, and its number of logits
+    - `tokenizer`: the teacher's tokenizer
+    - `vocab_size`: the teacher's number of logits
     - `top_k`: number of head ids to keep per row; None: the number in the first line
     - `teacher`: display name
     """
@@ -59,12 +60,11 @@ class _DumpedSequence:
 
 
 def import_dump(out: Path, dump: Dump) -> int:
-    """Write the store `out`, and return the number of its sequences.
+    """Write the rows of a dump into the store `out`, and return the number of its sequences.
 
-    An interrupted import continues with the first missing file when it is called again.
-
-    Raises InvalidInput, naming the line, if the dump cannot be read, and WrongState if `out` is a
-    store of other data.
+    If an earlier call was interrupted, this call continues with the first missing file. Raises
+    InvalidInput, naming the line, if the dump cannot be read, and WrongState if `out` is a store of
+    other data.
     """
     digest, count = _digest_and_lines(dump.path)
     lines = _read_sequences(dump.path)
@@ -191,7 +191,10 @@ def _sequence_of(record: Any) -> _DumpedSequence:
 
 
 def _count_listed_ids(sequence: _DumpedSequence) -> int:
-    """Return the number of top ids listed per position, in addition to the token."""
+    """Return the number of most likely ids that the dump lists at every scored position.
+
+    The dump also lists the token at each position, which is counted only if it is one of these ids.
+    """
     return min(_count_leading_ranks(entries) for entries in sequence.listed[sequence.start :])
 
 

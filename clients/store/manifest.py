@@ -94,7 +94,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
-    """Return the content of the manifest's file."""
+    """Return the bytes to write into the manifest's file."""
     document = {
         "schema_version": SCHEMA_VERSION,
         "metadata": dict(manifest.metadata),
@@ -127,9 +127,10 @@ def number_of(shard: ShardFacts) -> int:
 
 
 def lock_store(path: Path) -> int:
-    """Create the directory `path` if needed, take its writer lock, return the lock's descriptor.
+    """Take the writer lock of a store, and return the descriptor of the lock.
 
-    Closing the descriptor releases the lock. Raises WrongState if another process holds the lock.
+    Creates the directory `path` if it is missing. Closing the descriptor releases the lock. Raises
+    WrongState if another process holds the lock.
     """
     while True:
         path.mkdir(parents=True, exist_ok=True)
@@ -152,7 +153,11 @@ def lock_store(path: Path) -> int:
 
 
 def key_of(index: int) -> bytes:
-    """Return the store key of sequence `index`, counted from 0 over all parts of the data."""
+    """Return the key of a sequence in a store.
+
+    `index`: number of the sequence in the whole data, from 0, also if the store has one part of the
+    data.
+    """
     return index.to_bytes(KEY_BYTES, "big")
 
 
@@ -164,10 +169,12 @@ def require_same(
     ignoring: tuple[str, ...] = (),
     hint: str = "use another directory",
 ) -> None:
-    """Compare the metadata `stored` in the store at `path` with the metadata `expected`.
+    """Raise WrongState, naming the first differing key, if two metadata differ.
 
-    Display names and the keys in `ignoring` are not compared. Raises WrongState, naming the first
-    key whose values differ.
+    - `stored`: the metadata of the store at `path`
+    - `expected`: the metadata that the caller needs
+    - `ignoring`: keys that are not compared, in addition to the display names
+    - `hint`: remedy in the error
     """
     for name in [*expected, *stored]:
         if name in _DISPLAY_NAMES or name in ignoring or stored.get(name) == expected.get(name):

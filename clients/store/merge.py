@@ -106,7 +106,10 @@ def _require_complete(path: Path, manifest: Manifest) -> None:
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
-    """Hard-link an immutable file; copy the file if the link fails, as between file systems."""
+    """Create a hard link to an immutable file, or a copy if a link is not possible.
+
+    A link is not possible between file systems, for example.
+    """
     try:
         os.link(source, target)
     except OSError:

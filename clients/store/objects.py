@@ -88,10 +88,10 @@ class ObjectFolder:
             raise self._no_bucket()
 
     def manifest(self) -> Manifest | None:
-        """Return the manifest; None if there is no store. Raises as `read_manifest`.
+        """Return the manifest; None if there is no store. Raises the errors of `read_manifest`.
 
-        A read first requests the size and then the bytes. If a writer replaces the manifest in
-        between, the content is truncated. A damaged manifest is therefore read again.
+        A damaged manifest is read again. The reason: a read requests first the size and then the
+        bytes, so the content is cut if a writer replaces the manifest between the two requests.
         """
         for _ in range(_MAX_READS - 1):
             with suppress(Corrupt):
@@ -105,18 +105,18 @@ class ObjectFolder:
     def claim(self) -> None:
         """Make this process the only writer of the store.
 
-        Object storage has no locks: the last process that claims a store is its writer, and any
-        other writer fails before its next file. A writer on a lost machine therefore blocks no
-        other writer.
+        Object storage has no locks. The last process that has claimed a store is its writer. Each
+        other writer raises WrongState before it writes its next file. A writer on a lost machine
+        therefore cannot block a new writer.
         """
         claim = secrets.token_hex(16).encode()
         self._retry(lambda: self._upload(_CLAIM_NAME, claim))
         self._claim = claim
 
     def damages(self, shards: Sequence[ShardFacts]) -> Iterator[str | None]:
-        """Yield the problem of each shard, or None. Only the size is compared.
+        """Yield one element per shard: a text about its problem, or None if it is whole.
 
-        The digest was verified when the shard was written.
+        Only the size is compared, because `write` verified the content.
         """
         sizes = self._sizes() if shards else {}
         for shard in shards:
@@ -146,7 +146,10 @@ class ObjectFolder:
             )
 
     def remove_unnamed(self, shards: Sequence[ShardFacts]) -> None:
-        """Delete shards of an interrupted writer that are not in `shards`. Raises as `write`."""
+        """Delete the shards that are not in `shards`, which an interrupted writer left.
+
+        Raises the errors of `write`.
+        """
         self._require_claim()
         listed_names = {shard.name for shard in shards}
         for name in self._sizes():
@@ -154,10 +157,11 @@ class ObjectFolder:
                 self._delete(name)
 
     def send(self, name: str, file: BinaryIO) -> None:
-        """Copy an open local file to the storage and verify its size.
+        """Copy an open local file to the storage, and verify the stored size.
 
-        Call `claim` first. The file may grow during the copy. Raises WrongState as `write`, Corrupt
-        if the stored size differs, and OSError if the file cannot be read.
+        Call `claim` first. The file may grow during the copy. Raises WrongState if another process
+        has started to write to the store, Corrupt if the stored size differs, and OSError if the
+        file cannot be read.
         """
 
         def upload_file() -> int:
@@ -177,7 +181,7 @@ class ObjectFolder:
             )
 
     def tree(self) -> dict[str, int]:
-        """Return the size in bytes of each file below the folder, by its relative path."""
+        """Return the size in bytes of each file, also in subfolders, by relative path."""
         import pyarrow.fs
 
         selector = pyarrow.fs.FileSelector(self._base, allow_not_found=True, recursive=True)
@@ -186,12 +190,12 @@ class ObjectFolder:
         return {info.path.removeprefix(start): info.size for info in infos if info.is_file}
 
     def delete(self, name: str) -> None:
-        """Delete a file. Raises as `write`."""
+        """Delete a file. Raises the errors of `write`."""
         self._require_claim()
         self._delete(name)
 
     def delete_folder(self, name: str) -> None:
-        """Delete a folder with its files, if it exists. Raises as `write`."""
+        """Delete a folder with its files, if it exists. Raises the errors of `write`."""
         self._require_claim()
         if any(path.startswith(f"{name}/") for path in self.tree()):
             # Google's storage has no object for the folder itself.
@@ -199,7 +203,10 @@ class ObjectFolder:
                 self._retry(lambda: self._files.delete_dir(self._path(name)))
 
     def facts(self, name: str = "") -> dict[str, tuple[int, int]]:
-        """Return size in bytes and modification time in ns of each file, or of the file `name`."""
+        """Return (size in bytes, modification time in ns) of files in the folder, by file name.
+
+        `name`: only this file; "" means all files directly in the folder.
+        """
         import pyarrow.fs
 
         selector = [self._path(name)]
@@ -222,7 +229,10 @@ class ObjectFolder:
         return self._retry(read_object)
 
     def digest(self, name: str, copy: Path | None = None) -> str | None:
-        """Return the sha256 of a file, or None if it does not exist. Writes the bytes to `copy`."""
+        """Return the sha256 of a file, or None if it does not exist.
+
+        `copy`: local path to which the bytes are also written; None: no copy.
+        """
 
         def hash_object() -> str | None:
             hasher = hashlib.sha256()
@@ -267,7 +277,10 @@ class ObjectFolder:
         return f"{self._base}/{name}"
 
     def _retry(self, work: Callable[[], _T]) -> _T:
-        """Return the result of `work`. Retry with backoff while the storage does not respond."""
+        """Call `work` until the storage responds, with growing pauses, and return its result.
+
+        Raises the errors that the class describes.
+        """
         import pyarrow
 
         deadline = time.monotonic() + self._patience

@@ -1,5 +1,6 @@
-"""The records of a data set in one memory-mapped file, which is created once per machine for each
-version of the data.
+"""The records of a data set in one memory-mapped file.
+
+The file is created once per machine for each version of the data.
 
     $XDG_CACHE_HOME/distill/records/KEY/   records.arrow   JSON text, file and row of each record
                                            facts.json      number of records; written last
@@ -7,10 +8,11 @@ version of the data.
                                            states-*.u8     which records are left out; see `States`
                                            order-*         the order of an epoch, of the trainer
 
-KEY is the sha256 of the fingerprint of the content, the columns and a version. The first process
-that needs a missing file creates it; other processes wait for the lock. Every record has a
-checksum, so a process detects a damaged file. If the cache directory cannot be written or locked,
-each process holds the records in memory, which takes about the size of the file.
+KEY is a sha256 of three things: the fingerprint of the content, the columns, and the version of
+this format. The first process that needs a missing file creates it; other processes wait for the
+lock. Every record has a checksum, so a process detects a damaged file. If the cache directory
+cannot be written or locked, each process holds the records in memory, which takes about the size of
+the file.
 """
 
 from __future__ import annotations
@@ -58,9 +60,9 @@ def records_directory() -> Path:
 
 
 class CachedRecords:
-    """The records of a data set: a memory-mapped file, or a list if there is no cache.
+    """The records of a data set: from a memory-mapped file, or in memory if there is no cache.
 
-    directory: the directory of the results of checks; None without a cache.
+    `directory`: the directory for results of checks; None without a cache.
     """
 
     def __init__(
@@ -71,9 +73,12 @@ class CachedRecords:
         *,
         has_bytes: bool = False,
     ) -> None:
-        """`columns`: Arrow columns `text`, `file`, `row` and `checksum`, or the located records.
+        """Create the sequence of records.
 
-        `has_bytes`: some values are bytes, which the JSON texts represent as objects with one key.
+        - `columns`: the Arrow columns `text`, `file`, `row` and `checksum`; without a cache, the
+          list of (file, row, record)
+        - `has_bytes`: True if some values are bytes, which the JSON texts represent as objects with
+          one key
         """
         self._data_set = data_set
         self._columns = columns
@@ -84,8 +89,9 @@ class CachedRecords:
         return len(self._columns["row"] if isinstance(self._columns, Mapping) else self._columns)
 
     def __getitem__(self, index: int) -> tuple[str, Mapping[str, Any]]:
-        """Return the place of a record, for messages, and the record. Raises Corrupt if its
-        checksum does not match.
+        """Return a record, and its file and row as a text for messages: (text, record).
+
+        Raises Corrupt if the checksum of the record does not match.
         """
         if not isinstance(self._columns, Mapping):
             file, row, record = self._columns[index]
@@ -134,10 +140,11 @@ class CachedRecords:
 
 
 def open_records(data_set: DataSet, columns: Sequence[str]) -> CachedRecords:
-    """Return the records of a data set with these columns from the cache.
+    """Return the records of a data set, with the given columns.
 
-    If the cache does not have the records, adds them first. Raises InvalidInput as `DataSet.rows`
-    does, or if the data change while they are read.
+    The records come from the cache. If the cache does not have them yet, they are read and added
+    first. Raises the InvalidInput errors of `DataSet.rows`, and InvalidInput if the data change
+    while they are read.
     """
     try:
         root = create_cache() / records_directory().name
@@ -175,7 +182,7 @@ def _read_into_memory(data_set: DataSet, columns: Sequence[str]) -> CachedRecord
 
 
 def _open(data_set: DataSet, directory: Path) -> CachedRecords | None:
-    """Return the records in a directory; None if the file is missing or damaged."""
+    """Return the cached records in a directory; None if their file is missing or damaged."""
     import pyarrow
 
     try:
@@ -198,7 +205,7 @@ def _open(data_set: DataSet, directory: Path) -> CachedRecords | None:
 
 
 def _make(data_set: DataSet, columns: Sequence[str], directory: Path, root: Path) -> CachedRecords:
-    """Read the data, write the file, and open it. The lock is held."""
+    """Read the records of a data set, write their file, and open it. The caller holds the lock."""
     import pyarrow
 
     delete_unused(root)
@@ -241,7 +248,11 @@ def _make(data_set: DataSet, columns: Sequence[str], directory: Path, root: Path
 
 
 def _read_batches(data_set: DataSet, columns: Sequence[str]) -> Iterator[tuple[Any, bool]]:
-    """Yield Arrow batches of the records, each with whether it has bytes. Raises _NoJSON."""
+    """Yield the records in Arrow batches, as (batch, has_bytes).
+
+    `has_bytes`: True if some values in the batch are bytes. Raises _NoJSON for a value that JSON
+    cannot represent.
+    """
     import pyarrow
 
     schema, located = _schema(), data_set.located(columns)
@@ -272,8 +283,9 @@ def _read_batches(data_set: DataSet, columns: Sequence[str]) -> Iterator[tuple[A
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a small file atomically. The file may be missing after a power cut; it is then computed
-    again.
+    """Write a small file atomically, without waiting for the disk.
+
+    After a power cut the file may be missing. Its content is then computed again.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     partial.write_text(text, encoding="utf-8")
@@ -287,7 +299,7 @@ def _schema() -> Any:
 
 
 class _NoJSON(Exception):
-    """A record has a value that JSON cannot represent."""
+    """Raised for a record with a value that JSON cannot represent."""
 
 
 def _format(record: Mapping[str, Any]) -> bytes:
@@ -312,11 +324,10 @@ def _checksum(file: int, row: int, text: bytes) -> int:
 
 
 def _content_key(data_set: DataSet, columns: Sequence[str], root: Path) -> str:
-    """Return the key of a data set. The hash of files is stored and used again until the files
-    change.
+    """Return the key of a data set in the cache.
 
-    A changed file has another time of its last change (ctime), even if its size and mtime are
-    restored.
+    The hash of the files is stored, and is used again while the files do not change. A change of a
+    file is detected by its ctime, even if its size and mtime were restored.
     """
     facts = [_VERSION, _fingerprint(data_set, root), *sorted(columns)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
@@ -339,9 +350,7 @@ def _fingerprint(data_set: DataSet, root: Path) -> str:
 
 
 def is_hashed(data_set: DataSet) -> bool:
-    """Return whether an earlier job has read these files, and the files have not changed since
-    then.
-    """
+    """Return whether the hash of the files is stored, and the files have not changed since then."""
     paths = _paths_of(data_set)
     memo = _memo_of(data_set, records_directory())
     return bool(paths) and bool(_read_memo(memo, _stats_of(paths)))
@@ -361,13 +370,16 @@ def _stats_of(paths: Sequence[Path]) -> list[list[str | int]]:
 
 
 def _memo_of(data_set: DataSet, root: Path) -> Path:
-    """Return the path of the file that stores the hash of a data set."""
+    """Return the path of the file that stores the hash of the data set's files."""
     name = json.dumps([str(Path(data_set.path).absolute()), data_set.name, data_set.split])
     return root / f"fingerprint-{hashlib.sha256(name.encode()).hexdigest()}.json"
 
 
 def _read_memo(memo: Path, stats: Sequence[object]) -> str:
-    """Return the stored hash of files with these stats; "" if there is none."""
+    """Return the stored hash, or "" if none is stored for the present files.
+
+    `stats`: the present sizes and times of the files.
+    """
     with suppress(OSError, ValueError, KeyError, TypeError):
         known = json.loads(memo.read_text(encoding="utf-8"))
         return str(known["fingerprint"]) if known["stats"] == stats else ""
@@ -380,7 +392,10 @@ def _identity(path: Path) -> tuple[int, ...]:
 
 
 def read_check(records: CachedRecords, key: str) -> Mapping[str, int] | None:
-    """Return the stored result of a check: numbers by name; None if there is none."""
+    """Return the stored result of a check, as numbers by name; None if no result is stored.
+
+    `key`: identifies the check and its settings.
+    """
     if records.directory is None:
         return None
     try:
@@ -392,7 +407,7 @@ def read_check(records: CachedRecords, key: str) -> Mapping[str, int] | None:
 
 
 def write_check(records: CachedRecords, key: str, result: Mapping[str, int]) -> None:
-    """Store the result of a check, unless the cache cannot be written."""
+    """Store the result of a check. Does nothing if the cache cannot be written."""
     if records.directory is None:
         return
     checksum = zlib.crc32(json.dumps(dict(result), sort_keys=True).encode())
@@ -406,16 +421,18 @@ def write_check(records: CachedRecords, key: str, result: Mapping[str, int]) -> 
 class States:
     """The state of each record of a data set: used, left out, or not known yet.
 
-    The states are bytes of a mapped file, one per record, which later attempts and other processes
-    read. Without a file that can be written, they are in memory. Any other byte than the two codes
-    means that the state is not known, so states in a damaged file are computed again.
+    The states are in a mapped file with one byte per record. Later attempts and other processes
+    read the file. If no file can be written, the states are only in memory. Two byte values are
+    codes of states. Each other value means that the state is not known, so the states in a damaged
+    file are computed again.
     """
 
     USED, LEFT_OUT = 0xA5, 0x5A
 
     def __init__(self, records: CachedRecords, key: str) -> None:
-        """`key`: identifies the settings that decide which records are left out; "" if the states
-        are not stored in a file.
+        """`key`: identifies the settings that decide which records are left out.
+
+        With the key "" the states are not stored in a file.
         """
         self.values: NDArray[np.uint8] = np.zeros(len(records), np.uint8)
         self._descriptor: int | None = None
@@ -451,7 +468,7 @@ class States:
 
 
 def cached_sizes() -> dict[str, int]:
-    """Return the bytes of each part of the cache: records, files, stores.
+    """Return the size in bytes of each part of the cache: `records`, `files` and `stores`.
 
     Raises InvalidInput if a directory cannot be read.
     """
@@ -468,7 +485,10 @@ def cached_sizes() -> dict[str, int]:
 
 
 def _size(place: Path) -> int:
-    """Return the size of all files below a directory; files may be deleted meanwhile."""
+    """Return the size in bytes of all files below a directory.
+
+    Files that are deleted at the same time are not counted.
+    """
     size = 0
     for folder, _, names in os.walk(place, onerror=_raise_unless_missing):
         for name in names:
@@ -483,8 +503,8 @@ def _raise_unless_missing(error: OSError) -> None:
 
 
 def clear_records() -> int:
-    """Delete the cached records. Running jobs keep the files that they have open.
+    """Delete the cached records, except those of data sets that a process reads or checks now.
 
-    Returns the number of data sets that are kept, because a process reads or checks them.
+    Running jobs keep the files that they have open. Returns the number of data sets that are kept.
     """
     return delete_all(records_directory())

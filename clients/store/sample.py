@@ -16,10 +16,11 @@ Decode = Callable[[Sequence[int]], str]
 def sample_of(
     store: Path | str, sequence: int, *, rows: int, head: int, tokenizer: Path | None
 ) -> dict[str, Any]:
-    """Return the first `rows` rows of a sequence, each with its `head` most likely head ids.
+    """Return the first `rows` rows of a sequence, as values for JSON.
 
-    `tokenizer` is a directory with a tokenizer.json. With None, the directory named in the store's
-    metadata is used; if that directory does not exist, all texts are None.
+    - `head`: number of most likely head ids to return per row
+    - `tokenizer`: directory with a tokenizer.json. None: the directory in the store's metadata; if
+      that directory does not exist, all texts are None.
 
     Raises NotFound if there is no such store or sequence, Corrupt if it is damaged, InvalidInput if
     the tokenizer cannot be loaded.
@@ -77,7 +78,10 @@ def sample_of(
 def _load_decoder(
     directory: Path, requested_directory: Path | None
 ) -> Callable[[Sequence[int]], str | None]:
-    """Load tokenizer.json with `tokenizers`, which imports much faster than `transformers`."""
+    """Return a function that decodes token ids to a text, or to None without a tokenizer.
+
+    The function uses `tokenizers`, whose import is much faster than that of `transformers`.
+    """
     file = directory / "tokenizer.json"
     if not file.is_file() and requested_directory is None:
         return lambda ids: None

@@ -28,9 +28,11 @@ _CHECK_BYTES = 16
 class StoredRows:
     """One sequence of a store.
 
-    `key`: KEY_BYTES bytes; `token_ids`: little-endian int32; `start`: first scored position;
-    `rows`: the rows, encoded by `protos.rows.codec`; `images`: names and digests of the prompt's
-    images, encoded by `stored_images`.
+    - `key`: KEY_BYTES bytes
+    - `token_ids`: little-endian int32, the whole sequence
+    - `start`: first scored position
+    - `rows`: the rows, encoded by `protos.rows.codec`
+    - `images`: names and digests of the prompt's images, encoded by `stored_images`
     """
 
     key: bytes
@@ -42,9 +44,13 @@ class StoredRows:
 
 @dataclass(frozen=True)
 class ShardFacts:
-    """The manifest's record of a shard: file name, sequence count, size in bytes, digests.
+    """The manifest's entry for a shard.
 
-    `index` is the digest of all columns except the token ids and the rows.
+    - `name`: file name
+    - `count`: number of sequences
+    - `bytes`: size of the file
+    - `sha256`: digest of the file
+    - `index`: digest of all columns but the token ids and the rows
     """
 
     name: str
@@ -74,7 +80,7 @@ class Shard:
     def entry(self, row: int) -> StoredRows:
         """Return sequence `row` of the shard. Raises Corrupt if its checksum does not match.
 
-        The checksum covers only the header of the encoded rows: `decode_rows` checks the payload.
+        The checksum covers only the header of the encoded rows. `decode_rows` verifies the rest.
         """
         entry = StoredRows(
             self.keys[row],
@@ -101,7 +107,10 @@ def require_arrow() -> None:
 
 
 def encode_shard(name: str, entries: Sequence[StoredRows]) -> tuple[bytes, ShardFacts]:
-    """Encode sequences as an Arrow IPC file of one batch; return its bytes and manifest record."""
+    """Encode sequences as an Arrow IPC file of one batch.
+
+    Returns the bytes of the file, and the entry for the manifest.
+    """
     import pyarrow as pa
 
     columns = {
@@ -126,8 +135,8 @@ def encode_shard(name: str, entries: Sequence[StoredRows]) -> tuple[bytes, Shard
 def open_shard(path: Path, facts: ShardFacts) -> Shard:
     """Open a shard by memory map.
 
-    Raises OSError if the file cannot be read, ValueError if it differs from its manifest record.
-    The caller checks `require_arrow` first.
+    Raises OSError if the file cannot be read, ValueError if it differs from its entry in the
+    manifest. The caller must call `require_arrow` first.
     """
     import pyarrow as pa
 
@@ -216,8 +225,10 @@ def _index_digest(shard: Shard) -> str:
 
 
 def _entry_checksum(entry: StoredRows) -> bytes:
-    """Compute the checksum of an entry: all columns, but only the header of the rows, with their
-    digest.
+    """Compute the checksum of a sequence in a shard.
+
+    It covers all columns, but only the header of the encoded rows. The header contains a digest of
+    the rest of the rows.
     """
     hasher = xxhash.xxh3_128(entry.key)
     hasher.update(struct.pack("<iQ", entry.start, len(entry.rows)))

@@ -47,10 +47,11 @@ _DAMAGED_SUFFIX = ".damaged"
 
 
 class LogitStore:
-    """A store opened for reading, or also for writing. One writer and many readers may use a store.
+    """A store that is open for reading, or for reading and writing.
 
-    A reader sees the shards that existed when it opened the store. A damaged shard is skipped, and
-    its name is added to `unreadable`. A writer also renames the file to `NAME.damaged`.
+    One writer and many readers may use a store at the same time. A reader sees the shards that
+    existed when it opened the store. A damaged shard is skipped, and its name is added to
+    `unreadable`. A writer also renames the file of a damaged shard to `NAME.damaged`.
 
     Raises InvalidInput if pyarrow is not installed, WrongState if another process is writing to the
     store or its metadata differs from `metadata`, Corrupt if the manifest cannot be parsed.
@@ -121,7 +122,7 @@ class LogitStore:
         return None if shard is None else shard.entry(row).rows
 
     def drop(self, key: bytes) -> None:
-        """Remove a corrupt entry from the index in memory, so that its key can be appended again.
+        """Remove a damaged entry from the index in memory, so that its key can be appended again.
 
         The entry stays in the file. When the store is opened again, the newest entry of a key is
         used.
@@ -193,7 +194,11 @@ class LogitStore:
             )
 
     def _read_manifest(self, metadata: dict[str, str]) -> Manifest:
-        """Raise WrongState if the stored metadata differs from a non-empty `metadata`."""
+        """Return the manifest. If there is no store yet, return a manifest without shards.
+
+        `metadata`: the metadata that the caller expects; empty: any. Raises WrongState if the store
+        has other metadata.
+        """
         manifest = read_manifest(self.path)
         if manifest is None:
             return Manifest(metadata, [])
@@ -251,7 +256,7 @@ class LogitStore:
 
 
 def remove_store(path: Path) -> int:
-    """Delete a store, also a damaged one; return the number of sequences its manifest names.
+    """Delete a store, even if it is damaged. Return the number of sequences in its manifest.
 
     Readers that have the store open can still read its rows. Raises WrongState if another process
     is writing to the store.

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class StoreFolder(Protocol):
-    """The files of one store, for its only writer. `name`: display name."""
+    """The files of one store, as its only writer uses them. `name`: display name of the store."""
 
     name: str
 
@@ -39,31 +39,35 @@ class StoreFolder(Protocol):
         ...
 
     def claim(self) -> None:
-        """Make this process the only writer. Called before any change."""
+        """Make this process the only writer. The caller does this before it changes a file."""
         ...
 
     def damages(self, shards: Sequence[ShardFacts]) -> Iterator[str | None]:
-        """Yield the problem of each shard, or None."""
+        """Yield one element per shard: a text about its problem, or None if it is whole."""
         ...
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file atomically; on return it is durable. Raises OSError if the disk fails."""
+        """Write a file atomically. When this method returns, the file survives a power failure.
+
+        Raises OSError if the disk fails.
+        """
         ...
 
     def remove_unnamed(self, shards: Sequence[ShardFacts]) -> None:
-        """Delete the files of an interrupted writer: all shards that are not in `shards`."""
+        """Delete the shards that are not in `shards`, which an interrupted writer left."""
         ...
 
     def close(self) -> None:
-        """Allow other writers. May be called twice."""
+        """Allow other writers. A second call does nothing."""
         ...
 
 
 def open_folder(place: str, stopped: Callable[[], bool]) -> StoreFolder:
-    """Open a store for writing: a path, which is locked, or a URL.
+    """Open a store for writing: at a path, which is locked, or at a URL.
 
-    Raises WrongState if another process writes to the path. A URL has no lock; its writer detects
-    another writer before it writes a file. `stopped`: see ObjectFolder.
+    `stopped`: returns True to end a wait for object storage. Raises WrongState if another process
+    writes to the path. Object storage has no locks: there, a writer raises WrongState before it
+    writes a file if another writer has started.
     """
     if is_object_url(place):
         return ObjectFolder(place, stopped=stopped)
@@ -71,7 +75,10 @@ def open_folder(place: str, stopped: Callable[[], bool]) -> StoreFolder:
 
 
 class DiskFolder:
-    """A directory, created if needed, and locked until `close`."""
+    """A store in a directory.
+
+    The directory is created if it is missing, and locked until `close`.
+    """
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
@@ -79,14 +86,14 @@ class DiskFolder:
         self._lock: int | None = lock_store(path)
 
     def manifest(self) -> Manifest | None:
-        """Return the manifest; None if there is no store. Raises as `read_manifest`."""
+        """Return the manifest; None if there is no store. Raises the errors of `read_manifest`."""
         return read_manifest(self._path)
 
     def claim(self) -> None:
-        """Do nothing: the directory is locked."""
+        """Do nothing: the lock of the directory already excludes other writers."""
 
     def damages(self, shards: Sequence[ShardFacts]) -> Iterator[str | None]:
-        """Yield the problem of each shard, or None. Reads every byte."""
+        """Read every byte of the shards. Yield a text about the problem of each shard, or None."""
         first_index = 0
         for shard in shards:
             yield damage_of(self._path, shard, first_index)
@@ -101,17 +108,18 @@ class DiskFolder:
         remove_unnamed(self._path, shards)
 
     def close(self) -> None:
-        """Release the lock of the store. May be called twice."""
+        """Release the lock of the store. A second call does nothing."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
 
 class StoreWriter:
-    """The writer of a captured store: each `append` writes one file of the plan.
+    """The writer of a captured store. Each call of `append` writes the next file of the capture.
 
-    Interruptions do not change the files and the manifest: they are byte-identical to those of an
-    uninterrupted capture. A damaged file and all files after it are written again.
+    The plan of a capture fixes the sequences of each file. After interruptions, the store is
+    therefore byte-identical to the store of an uninterrupted capture. A damaged file and all files
+    after it are written again.
 
     Raises WrongState if another process writes to the store, if the store has other metadata, or if
     a newer attempt of the job has started. Raises InvalidInput if pyarrow is not installed.
@@ -127,8 +135,10 @@ class StoreWriter:
     ) -> None:
         """Open the store for writing, and verify its files: on a disk, every byte.
 
-        `place`: a path, or a URL of object storage. `counts`: number of sequences of each file of
-        the plan. `stopped`: returns true to stop waiting for object storage.
+        - `place`: a path, or a URL of object storage
+        - `metadata`: the metadata for the manifest; see `clients/store/manifest.py`
+        - `counts`: the number of sequences in each file of the plan
+        - `stopped`: returns True to end a wait for object storage
         """
         require_arrow()
         self._folder = open_folder(str(place), stopped)
@@ -177,9 +187,9 @@ class StoreWriter:
     def append(self, entries: Sequence[StoredRows]) -> None:
         """Write the next file. When this method returns, the file survives a power failure.
 
-        Raises OSError if the disk fails, Unavailable if the object storage does not answer; the
-        file is then not part of the store. Raises WrongState if a newer attempt of the job has
-        started.
+        Raises OSError if the disk fails, and Unavailable if the object storage does not answer. In
+        both cases, the file is not part of the store. Raises WrongState if a newer attempt of the
+        job has started.
         """
         name = shard_name(len(self._shards))
         data, facts = encode_shard(name, entries)
@@ -192,7 +202,7 @@ class StoreWriter:
         self._shards.append(facts)
 
     def close(self) -> None:
-        """Release the lock of the store. May be called twice."""
+        """Release the lock of the store. A second call does nothing."""
         self._folder.close()
 
     def _write_manifest(self, shards: Sequence[ShardFacts]) -> None:
@@ -202,7 +212,10 @@ class StoreWriter:
     def _keep_undamaged(
         self, shards: Sequence[ShardFacts], counts: Sequence[int]
     ) -> list[ShardFacts]:
-        """Return the files before the first file that is damaged or not in this plan."""
+        """Return the shards that can be kept: those before the first damaged or unexpected shard.
+
+        A shard is unexpected if the plan (`counts`) has another file at its place.
+        """
         shards = shards[: len(counts)]
         for number, damage in enumerate(self._folder.damages(shards)):
             shard = shards[number]
