@@ -1,9 +1,10 @@
-"""Directories that are written atomically, with a manifest of their files.
+"""Directories that appear atomically and complete, with a manifest of their files.
 
     manifest.json    {"files": {name: SHA-256, or a list with the SHA-256 of each part of the file}}
 
-The files are written into a temporary directory and synced to disk. Then the directory is renamed.
-`tensor_file.py` defines the parts of a file.
+A directory is written in three steps: the files are written into a temporary directory, they are
+synced to disk, and the temporary directory is renamed. `tensor_file.py` defines the parts of a
+file.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ Digests = str | Sequence[str]
 
 
 def partial_path(path: Path) -> Path:
-    """Return the temporary directory of `path`, which is different for every attempt."""
+    """Return the path of the temporary directory in which this attempt writes the directory `path`.
+
+    Every attempt has another temporary directory.
+    """
     return path.with_name(f".{path.name}.{own_attempt()}.tmp")
 
 
@@ -57,8 +61,9 @@ def begin(path: Path) -> Path:
 def publish(path: Path, digests: Mapping[str, Digests]) -> None:
     """Write the manifest of the temporary directory of `path`, and rename the directory to `path`.
 
-    The files are already synced to disk. Replaces a directory that exists at `path`. Raises
-    WrongState if a newer attempt has taken over the run.
+    `digests`: the digests by the relative path of each file. The files must already be synced to
+    disk. A directory that exists at `path` is replaced. Raises WrongState if a newer attempt has
+    taken over the run.
     """
     partial = partial_path(path)
     failpoint("checkpoint-filled")
@@ -78,11 +83,12 @@ def publish(path: Path, digests: Mapping[str, Digests]) -> None:
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a directory atomically: `write` fills a temporary directory, then it becomes `path`.
+    """Write the directory `path` atomically.
 
-    Adds the manifest, syncs every file to disk, and replaces a directory that exists at `path`.
-    Before `write` and again before the rename, raises WrongState if a newer attempt has taken over
-    the run.
+    `write` gets an empty temporary directory, and writes the files into it. This function then adds
+    the manifest, syncs every file to disk, and renames the temporary directory to `path`. A
+    directory that exists at `path` is replaced. Raises WrongState, before `write` and again before
+    the rename, if a newer attempt has taken over the run.
     """
     try:
         partial = begin(path)
@@ -102,9 +108,10 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def as_disk_error(error: BaseException, path: Path) -> OSError | None:
-    """Return a failed write to `path` as an OSError with errno and file; None for other errors.
+    """Convert the error of a failed write to `path` into an OSError with errno and file.
 
-    Errors of safetensors contain the errno only in their message.
+    Returns None if `error` has another cause. Errors of safetensors contain the errno only in their
+    message.
     """
     number = 0
     if isinstance(error, OSError):
@@ -133,9 +140,10 @@ def write_synced(path: Path, data: bytes) -> str:
 
 
 def read_manifest(path: Path) -> Mapping[str, Digests]:
-    """Return the digests in the manifest of a directory, by the relative path of each file.
+    """Return the digests of the files of a directory, from its manifest, by relative path.
 
-    Raises OSError if it cannot be read, and ValueError if it is damaged or names a file elsewhere.
+    Raises OSError if the manifest cannot be read. Raises ValueError if the manifest is damaged, or
+    if it names a file outside the directory.
     """
     manifest = read_document(path / MANIFEST)
     files = manifest.get("files") if isinstance(manifest, dict) else None
@@ -152,10 +160,10 @@ def read_manifest(path: Path) -> Mapping[str, Digests]:
 
 
 def is_intact(path: Path, part: int = 0, parts: int = 1) -> bool:
-    """Return whether the files of the manifest exist and have the SHA-256 listed there.
+    """Return whether every file of the manifest exists and has the SHA-256 that the manifest lists.
 
-    Only every `parts`-th digest is checked, starting at number `part`, so that several processes
-    can divide the work.
+    Several processes can divide the work: process `part` of `parts` checks only every `parts`-th
+    digest, beginning with digest number `part`.
     """
     try:
         digest_entries = [
@@ -176,8 +184,8 @@ def is_intact(path: Path, part: int = 0, parts: int = 1) -> bool:
 def delete(path: Path) -> None:
     """Delete a directory: rename it to a temporary name, then remove its files.
 
-    On a network file system, a directory cannot be removed while another process has one of its
-    files open. `delete_old` of `checkpoint.py` tries again.
+    On a network file system, the removal fails while another process has one of the files open.
+    `delete_old` in `checkpoint.py` then removes the renamed directory later.
     """
     trash_path = path.with_name(f".{path.name}.{time.time_ns()}.tmp")
     path.rename(trash_path)

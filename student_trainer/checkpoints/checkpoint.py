@@ -1,20 +1,22 @@
-"""The contents of a checkpoint, the selection of checkpoints to keep, and resuming.
+"""The contents of a checkpoint, the choice of the checkpoints to keep, and loading.
 
-    checkpoints/step-000050/   model/                   Hugging Face directory; for LoRA, peft's
-                               optimizer.safetensors    AdamW's moments
+    checkpoints/step-000050/   model/                   Hugging Face directory; for LoRA, the format
+                                                        of peft
+                               optimizer.safetensors    the state of AdamW
                                anchor.safetensors       only if the job has an anchor
                                critic.safetensors       only if the job has a critic
-                               state.json               the step, the method's facts, and the
-                                                        metrics of the step if not yet logged
+                               state.json               the step, the facts of the method, and, if
+                                                        metrics.jsonl lacks them, the metrics of the
+                                                        step
                                manifest.json            SHA-256 of every part of every other file
 
-Files contain full tensors. Each process writes and reads its rows of every tensor
+The files contain full tensors. Each process writes and reads its rows of every tensor
 (`tensor_file.py`). A run can therefore resume with any number of processes, and other programs can
-load `model/`. For a mixture of experts, `model/` stores the experts of a layer in one tensor, as
-transformers does in memory; the export has the published format.
+load `model/`. For a mixture of experts, `model/` stores all experts of a layer in one tensor, as
+transformers does in memory. The export stores them in the published format instead.
 
-A checkpoint is written during training (`saver.py`) and appears atomically (`atomic_directory.py`).
-A run resumes from the newest checkpoint that matches its manifest.
+A checkpoint is written while training continues (`saver.py`), and appears atomically
+(`atomic_directory.py`). A run resumes from the newest checkpoint that matches its manifest.
 """
 
 from __future__ import annotations
@@ -54,11 +56,12 @@ _CRITIC = "critic.safetensors"
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a checkpoint.
+    """The tensors of a checkpoint and the layouts of their files.
 
-    - tensors: the tensors by file and name; the live tensors of the run, not copies.
-    - layouts: the layouts of the same files.
-    - index: the text of the index file by its name; empty if the weights have one file.
+    - tensors: the tensors by file and name. They are the tensors of the run itself, not copies.
+    - layouts: the layout of each of these files, by file.
+    - index: the text of the index of the weights, by the name of the index file; empty if one file
+      contains all weights.
     """
 
     tensors: Mapping[str, Mapping[str, Tensor]]
@@ -72,7 +75,10 @@ def collect_contents(
     anchor: Anchor | None = None,
     critic: CriticAdvantages | None = None,
 ) -> Contents:
-    """Return the tensors of a run for a checkpoint, with the same names on every rank."""
+    """Return the tensors that a checkpoint of the run stores.
+
+    The files and names are the same on every rank.
+    """
     tensors: dict[str, Mapping[str, Tensor]] = {}
     metadata: dict[str, dict[str, str]] = {}
     index: dict[str, bytes] = {}
@@ -101,7 +107,11 @@ def collect_contents(
 def format_state(
     step: int, facts: Mapping[str, str] | None, metrics: Mapping[str, float] | None
 ) -> bytes:
-    """Return the text of state.json. `metrics`: the step's metrics if not yet logged."""
+    """Return the text of state.json.
+
+    `facts`: the facts of the method, see `Saver`. `metrics`: the metrics of `step` if metrics.jsonl
+    does not contain them yet, otherwise None.
+    """
     state = {"step": step, **(facts or {})}
     if metrics is not None:
         state["metrics"] = dict(metrics)
@@ -109,7 +119,7 @@ def format_state(
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
-    """Return the directory of the checkpoint of `step` under `root`, which may not exist."""
+    """Return the path of the checkpoint of `step` under `root`. The checkpoint need not exist."""
     return root / f"step-{step:06d}"
 
 
@@ -143,10 +153,11 @@ def delete_after(root: Path, step: int) -> None:
 def newest_checkpoint(
     root: Path, from_step: int | None = None, *, intact: Callable[[Path], bool] = is_intact
 ) -> tuple[int, Path] | None:
-    """Return (step, path) of the newest intact checkpoint, or of `from_step`.
+    """Return (step, path) of the newest intact checkpoint or, with `from_step`, of the checkpoint
+    of that step.
 
-    `intact`: returns whether a directory matches its manifest. This function is collective if
-    `intact` is.
+    `intact`: a function that returns whether a directory matches its manifest. If the function is
+    collective, `newest_checkpoint` is collective too.
 
     Returns None if the run has no checkpoint and `from_step` is None.
 
@@ -177,13 +188,16 @@ def newest_checkpoint(
 
 
 def read_facts(path: Path) -> Mapping[str, str]:
-    """Return the facts of the checkpoint at `path`, see `Saver`."""
+    """Return the facts of the method that the checkpoint at `path` stores, by name; see `Saver`."""
     state = json.loads((path / "state.json").read_text())
     return {name: value for name, value in state.items() if isinstance(value, str)}
 
 
 def read_metrics(path: Path) -> Mapping[str, float] | None:
-    """Return the metrics of the checkpoint at `path`, see `Saver.save`; None if it has none."""
+    """Return the metrics of the step that the checkpoint at `path` stores; None if it stores none.
+
+    A checkpoint stores metrics only if metrics.jsonl did not contain them yet; see `Saver.save`.
+    """
     metrics: Mapping[str, float] | None = json.loads((path / "state.json").read_text()).get(
         "metrics"
     )
@@ -191,22 +205,25 @@ def read_metrics(path: Path) -> Mapping[str, float] | None:
 
 
 def intact_for_all(accelerator: Accelerator, path: Path) -> bool:
-    """Collective. Return whether a checkpoint matches its manifest; each process reads a share."""
+    """Collective. Return whether a checkpoint matches its manifest.
+
+    Each process checks a share of the files. All processes get the same result.
+    """
     share = accelerator.process_index, accelerator.num_processes
     return not max_over_ranks(accelerator, int(not is_intact(path, *share)))
 
 
 def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load AdamW's state; each process reads its shard. The weights are loaded from path/model."""
+    """Load the state of AdamW from a checkpoint. Each process reads only its shard."""
     with safe_open(path / _OPTIMIZER, "pt") as file:
         load_optimizer_state(file, model, optimizer)
 
 
 def load_anchor(path: Path, anchor: Anchor) -> None:
-    """Load the anchor's weights; each process reads its shard.
+    """Load the weights and the update counts of the anchor. Each process reads only its shard.
 
-    Raises InvalidInput if the checkpoint has no anchor: an anchor that starts at this step would
-    change the training.
+    Raises InvalidInput if the checkpoint has no anchor: a new anchor, which would start at this
+    step, would change the training.
     """
     _require_part(path / _ANCHOR, "anchor", "method.beta", "resume with method.beta = 0")
     with safe_open(path / _ANCHOR, "pt") as file:
@@ -224,7 +241,11 @@ def load_critic(path: Path, critic: CriticAdvantages) -> None:
 
 
 def _require_part(file: Path, part: str, field: str, remedy: str) -> None:
-    """Raise InvalidInput, naming `field`, if the checkpoint lacks `file`, which stores `part`."""
+    """Raise InvalidInput if the checkpoint lacks `file`.
+
+    `part`: the name of the contents of the file, such as "critic". `field`, `remedy`: the key and
+    the remedy for the error message.
+    """
     if not file.is_file():
         raise InvalidInput(
             f"{file.parent.name} has no {part}: the run started without one",

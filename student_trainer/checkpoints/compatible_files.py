@@ -1,10 +1,10 @@
-"""Makes the files of a model directory readable for transformers 4 and 5 and programs built on
-them.
+"""Makes the JSON files of a model directory readable with transformers 4 and 5, and with programs
+that are built on one of them.
 
-Version 5 renamed keys. It writes `rope_parameters`, but version 4 reads `rope_theta` and
-`rope_scaling` and uses defaults without them. Version 5 also writes tokenizer class names that
-version 4 does not have. A model directory therefore copies the files of the original model, and
-contains both names of each key.
+Version 5 of transformers renamed keys. It writes `rope_parameters`; version 4 reads `rope_theta`
+and `rope_scaling`, and uses default values if they are missing. Version 5 also writes names of
+tokenizer classes that version 4 does not have. A model directory therefore contains copies of the
+files of the original model, and both names of each key.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ def make_configuration_compatible(
 ) -> None:
     """Rewrite a config.json of transformers 5 so that transformers 4 reads the same model.
 
-    `original`: config.json of the model before training. Its entries are kept if the model type is
-    the same, so that programs for the original model can read the result. `dtype` is the dtype of
-    the stored weights. `aliases` are other names of keys that version 4 may read, such as
-    num_experts for num_local_experts. `is_tied` is True if the head shares the weights of the input
-    embeddings.
+    - original: config.json of the model before training. If its model type is the same, its entries
+      are kept, so that programs for the original model can read the result.
+    - dtype: the dtype of the stored weights.
+    - aliases: other names of keys that version 4 may read, for example num_experts for
+      num_local_experts.
+    - is_tied: whether the head shares the weights of the input embeddings.
     """
     saved = json.loads(file.read_text("utf-8"))
     config = saved
@@ -80,7 +81,10 @@ def make_tokenizer_compatible(file: Path) -> None:
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> None:
-    """Set the dtype under both names, also in nested configurations that name one."""
+    """Set the keys `dtype` and `torch_dtype` of a configuration.
+
+    Also set them in each nested configuration that has one of these keys.
+    """
     for value in config.values():
         if isinstance(value, dict) and value.keys() & {"dtype", "torch_dtype"}:
             _set_dtype(value, dtype)
@@ -88,10 +92,11 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
 
 
 def _keeps_rope(text: Mapping[str, Any], old_keys: Mapping[str, Any]) -> bool:
-    """Return whether transformers 5 reads the same rotary embedding with the keys of version 4.
+    """Return whether transformers 5 still reads the same rotary embedding if `old_keys` are added.
 
-    Some types that version 4 does not have refuse these keys. The keys of a type that transformers
-    does not have are kept, because the code of this type may read them.
+    `old_keys`: the keys of version 4. Some model types that are new in version 5 refuse these keys.
+    Returns True for a model type that transformers does not have, because the code of this type may
+    read the keys.
     """
     if text.get("model_type") not in CONFIG_MAPPING:
         return True
@@ -109,7 +114,10 @@ def _keeps_rope(text: Mapping[str, Any], old_keys: Mapping[str, Any]) -> bool:
 
 
 def _old_rope_keys(rope_parameters: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """Return the keys of transformers 4 for `rope_parameters`, which may be per layer type."""
+    """Convert `rope_parameters` of transformers 5 into the keys of transformers 4.
+
+    `rope_parameters` contains the parameters, or a table with the parameters of each layer type.
+    """
     by_layer_type = {key: part for key, part in rope_parameters.items() if isinstance(part, dict)}
     if not by_layer_type:
         keys = {key: rope_parameters[key] for key in _TOP_LEVEL_ROPE_KEYS if key in rope_parameters}

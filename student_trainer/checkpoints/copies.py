@@ -3,14 +3,15 @@
     URL/NAME/   job.json                 the resolved job; another job with this name is refused
                 limits.json              the values that the job does not set
                 metrics.jsonl            at least the steps up to the newest checkpoint
-                checkpoints/step-000050/ as in the run directory; complete once it has manifest.json
-                export/                  the same
+                checkpoints/step-000050/ the files of a checkpoint; it is complete if it contains
+                                         manifest.json
+                export/                  the files of the export; complete in the same case
                 writer                   the process that may write (`ObjectFolder.claim`)
 
-URL is the job's `checkpoint.copy_to`, and NAME its name. During training, a thread of the main
-process copies the newest and the best checkpoint. Checkpoints that are replaced before their copy
-starts are not copied. An attempt downloads a checkpoint that is newer than the checkpoints in its
-run directory.
+URL is the job's `checkpoint.copy_to`, and NAME is the job's name. During training, a thread of the
+main process copies the newest and the best checkpoint. If a newer checkpoint replaces a checkpoint
+before the copy starts, the older one is not copied. An attempt downloads a checkpoint if it is
+newer than all checkpoints in the run directory of the attempt.
 """
 
 from __future__ import annotations
@@ -69,10 +70,10 @@ _IGNORED_KEYS: Mapping[str, Any] = {
 
 
 class RunCopies:
-    """The copies of a run. Does nothing for a job without `checkpoint.copy_to`.
+    """The copies of a run. The methods do nothing if the job has no `checkpoint.copy_to`.
 
-    Every process has an instance. Other processes than the main process only take part in
-    collectives.
+    Every process has an instance. Only the main process reads and writes the storage. The other
+    processes only take part in collectives.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class RunCopies:
         accelerator: Accelerator,
         progress: Progress,
     ) -> None:
-        """Set up the copies, without a request to the storage."""
+        """Store the settings. Sends no request to the storage."""
         self._url = _url_of(config)
         self._config = config
         self._run = run
@@ -100,11 +101,12 @@ class RunCopies:
         self._thread: threading.Thread | None = None
 
     def fetch(self, from_step: int | None) -> None:
-        """Collective. Claim the copies, and fetch the newest checkpoint if it is not in the run.
+        """Collective. Claim the copies, and fetch the newest intact checkpoint if the run does not
+        have it.
 
-        `from_step`: fetch the checkpoint of this step. Raises InvalidInput if the copies belong to
-        another job, the errors of ObjectFolder, and Cancelled if a stop is requested while the
-        storage does not respond.
+        `from_step`: consider only the checkpoint of this step; None: consider all checkpoints.
+        Raises InvalidInput if the copies belong to another job, the errors of ObjectFolder, and
+        Cancelled if a stop is requested while the storage does not respond.
         """
         if self._url is not None:
             self._progress.say(f"asking the storage {self._url}", 0)
@@ -112,27 +114,29 @@ class RunCopies:
         self._wait_for_thread()
 
     def is_intact(self, path: Path) -> bool:
-        """Collective. Return True if the files of the checkpoint match their digests on all ranks.
+        """Collective. Return whether the files of the checkpoint match their digests on all ranks.
 
-        The checkpoint that `fetch` has verified is not read again; see `checkpoint.intact_for_all`.
+        If `fetch` has already verified this checkpoint, its files are not read again. See also
+        `checkpoint.intact_for_all`.
         """
         is_known_intact = self._url and max_over_ranks(self._accelerator, int(path == self._intact))
         return bool(is_known_intact) or checkpoint.intact_for_all(self._accelerator, path)
 
     def resume_from(self, step: int) -> None:
-        """Collective. Delete the copies of steps after `step`, then begin to copy.
+        """Collective. Delete the copies of checkpoints after `step`, then start to copy.
 
-        The run resumes from `step`, and its directory has no later checkpoint. Raises as `fetch`.
+        `step`: the step from which the run resumes. The run directory has no later checkpoint.
+        Raises the same errors as `fetch`.
         """
         self._enqueue(lambda: self._delete_later(step))
         self._wait_for_thread()
         self.begin()
 
     def begin(self) -> None:
-        """In the main process: start to copy the newest and the best checkpoint. For any thread.
+        """Start to copy the newest and the best checkpoint, in the main process.
 
-        Raises WrongState if another process has claimed the copies. Other errors are logged, and
-        the next call tries again.
+        Any thread may call it. Does not wait for the copies. Raises WrongState if another process
+        has claimed the copies. Other errors are logged, and the next call tries again.
         """
         if isinstance(self._error, WrongState):
             raise self._error
@@ -142,8 +146,8 @@ class RunCopies:
     def finish(self, step: int, *, hurry: bool = False) -> None:
         """Collective. Wait until the storage has the newest checkpoint, the metrics and the export.
 
-        Raises the errors of ObjectFolder, and Cancelled as `fetch`. `hurry`: do not retry requests,
-        and only log errors.
+        `step`: the last finished step, for the progress report. `hurry`: send each request only
+        once, and log errors instead of raising them. Otherwise raises the same errors as `fetch`.
         """
         if self._url is None:
             return
@@ -153,7 +157,10 @@ class RunCopies:
         self._wait_for_thread(quietly=hurry)
 
     def close(self) -> None:
-        """Wait for the thread, which does not retry requests any more. Not collective."""
+        """Wait for the end of the thread. The thread sends each request only once from now on.
+
+        Not collective.
+        """
         if self._thread is not None:
             self._is_hurried = True
             self._work.put(None)
@@ -168,7 +175,12 @@ class RunCopies:
         self._work.put(work)
 
     def _wait_for_thread(self, *, quietly: bool = False) -> None:
-        """Collective. Wait for the thread of the main process; raise its error on all ranks."""
+        """Collective. Wait until the thread of the main process has no work; raise its error on all
+        ranks.
+
+        `quietly`: do not raise the error. Raises Cancelled instead of Unavailable if a stop is
+        requested.
+        """
         if self._url is None:
             return
         while max_over_ranks(self._accelerator, int(self._work.unfinished_tasks > 0)):
@@ -225,9 +237,10 @@ class RunCopies:
         self._unread = {*self._run.checkpoint_steps()} - {step}
 
     def _fetch_checkpoint(self, step: int) -> bool:
-        """Fetch a checkpoint and the metrics up to its step. If the copy is damaged, delete it.
+        """Fetch the checkpoint of `step`, and the metrics up to `step`.
 
-        Returns whether the checkpoint was fetched.
+        Return whether that succeeded. If the copy is damaged, this method deletes the copy and
+        returns False.
         """
         path = self._run.checkpoint(step)
         place = f"checkpoints/{path.name}/"
@@ -254,9 +267,10 @@ class RunCopies:
         return True
 
     def _fetch_metrics(self, step: int) -> None:
-        """Replace metrics.jsonl by the lines up to `step`.
+        """Replace metrics.jsonl by the lines of the stored file up to `step`.
 
-        The lines get this attempt's number, so that readers of the run accept all lines.
+        The number of this attempt replaces the attempt in every line, so that readers of the run
+        accept all lines.
         """
         lines_to_step = []
         data = self._folder.read("metrics.jsonl") or b""
@@ -267,7 +281,10 @@ class RunCopies:
         replace_file(self._run.metrics, "".join(lines_to_step))
 
     def _copy_checkpoints(self) -> None:
-        """Copy the newest and the best of the intact checkpoints."""
+        """Copy the newest checkpoint and the best checkpoint of the run, if the storage lacks them.
+
+        Damaged checkpoints are ignored.
+        """
         steps = [
             local_step
             for local_step in self._run.checkpoint_steps()
@@ -307,9 +324,12 @@ class RunCopies:
             self._folder.send(name, file)
 
     def _upload_directory(self, place: str, after: str = "") -> None:
-        """Upload a directory of the run: its files, then the file `after`, then the manifest.
+        """Upload a directory of the run.
 
-        Every file is opened before the first upload: the trainer may delete the directory.
+        `place`: the path of the directory in the run. The order of the uploads is: the files of the
+        directory, then the file `after` of the run, then the manifest. All files of the directory
+        are opened before the first upload, because the trainer may delete the directory at any
+        time.
         """
         path = self._run.path / place
         with ExitStack() as stack:
@@ -324,7 +344,10 @@ class RunCopies:
             self._folder.send(f"{place}/{MANIFEST}", manifest)
 
     def _delete_manifest(self, place: str) -> None:
-        """Delete the manifest of a copied directory, which then counts as incomplete."""
+        """Delete the manifest of a copied directory.
+
+        Readers then treat the directory as incomplete.
+        """
         if self._folder.facts(f"{place}/{MANIFEST}"):
             self._folder.delete(f"{place}/{MANIFEST}")
 
@@ -333,7 +356,7 @@ class RunCopies:
         return sorted(step for step, complete in self._all_steps().items() if complete)
 
     def _all_steps(self) -> Mapping[int, bool]:
-        """Return, for each step with stored files, whether its checkpoint is complete."""
+        """Return the steps of all checkpoints in the storage, each with whether it is complete."""
         is_complete: dict[int, bool] = {}
         for name in self._folder.tree():
             match PurePosixPath(name).parts:
@@ -343,7 +366,7 @@ class RunCopies:
         return is_complete
 
     def _delete_old(self) -> None:
-        """Delete all copies except the newest ones and the best one, as in the run directory."""
+        """Delete all copied checkpoints except the newest `checkpoint.keep` and the best one."""
         remote_steps = self._complete_steps()
         best_remote_step = best_step(read_evaluations(self._run.metrics), remote_steps)
         for step in self._all_steps():
@@ -358,9 +381,10 @@ class RunCopies:
 
 
 def copied_limits(config: AnyTraining, progress: Progress) -> Limits | None:
-    """Return the limits of the copied run; None if `checkpoint.copy_to` has no copies of the job.
+    """Return the limits that are stored with the copies of the run.
 
-    Raises as `RunCopies.fetch`. Not collective.
+    Returns None if `checkpoint.copy_to` has no copies of the job. Raises the same errors as
+    `RunCopies.fetch`. Not collective.
     """
     url = _url_of(config)
     assert url is not None
@@ -382,9 +406,11 @@ def _url_of(config: AnyTraining) -> str | None:
 
 
 def _require_same_job(folder: ObjectFolder, config: AnyTraining, limits: Limits) -> bool:
-    """Return whether `folder` has copies; raise InvalidInput if a job with other values made them.
+    """Return whether `folder` has copies of the job.
 
-    `limits`: applied to both jobs before the comparison. `config` may contain them already.
+    `limits`: the limits of the job. They are applied to the stored job and to `config` before both
+    are compared. Raises InvalidInput if the stored job has other values, and WrongState if this
+    version cannot read the stored job.
     """
     if (job_text := folder.read("job.json")) is None:
         return False
@@ -410,17 +436,21 @@ def _require_same_job(folder: ObjectFolder, config: AnyTraining, limits: Limits)
 
 
 def _comparable_values(config: AnyJob) -> Mapping[str, Any]:
-    """Return the values that identify a job across attempts; paths are reduced to file names."""
+    """Return the values of a job that must be the same in all attempts.
+
+    Paths are replaced by file names, because a file may be in another directory on another machine.
+    """
     for key, name in named_files(config):
         config = replaced(config, key, Path(name).name)
     return config.model_dump(exclude=dict(_IGNORED_KEYS))
 
 
 def _as_distill_error(error: Exception) -> Exception:
-    """Return `error` as a DistillError with the key of the job, which all ranks can raise.
+    """Convert an OSError into a DistillError, which can be raised on all ranks.
 
-    A missing file is NotFound, a denied permission Forbidden, any other OSError Unavailable. Other
-    exceptions are returned unchanged.
+    FileNotFoundError becomes NotFound, PermissionError becomes Forbidden, and any other OSError
+    becomes Unavailable. The field of the error is `checkpoint.copy_to`, unless a DistillError
+    already has a field. Other exceptions are returned unchanged.
     """
     if isinstance(error, DistillError):
         error.field = error.field or _FIELD

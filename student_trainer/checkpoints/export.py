@@ -49,17 +49,21 @@ def export_model(
     dtype: torch.dtype = torch.float32,
     main: bool = True,
 ) -> None:
-    """Collective. Write the model as a plain Hugging Face directory; only `main` writes.
+    """Collective. Write the model as a plain Hugging Face directory; only the process with `main`
+    writes.
 
-    Weights are rounded to `dtype`, except those in `adapter/`. LoRA adapters are merged into the
-    weights, and also stored alone in `adapter/`. The anchor is written the same way into `anchor/`.
-    In addition to the model, `main` needs memory for the weights of one layer, or for the
-    embeddings. `source`: directory of the original model; None for a model created in memory.
-    `source_files` are the files that `read_source_files` returned at the start of the run; with
-    None, they are read now. `note` receives messages about the export for the user.
+    The weights are rounded to `dtype`. LoRA adapters are merged into the weights, and are also
+    stored separately in `adapter/`, without rounding. The anchor is written in the same way into
+    `anchor/`. In addition to the model, the writing process needs memory for the weights of one
+    layer or of the embeddings.
 
-    Raises InvalidInput (`export.dtype`) if `dtype` is float16 and a number is beyond its range, and
-    WrongState if a newer attempt has taken over the run.
+    - source: the directory of the original model; None for a model created in memory.
+    - source_files: the result of `read_source_files` from the start of the run; None: read the
+      files now.
+    - note: gets messages about the export for the user.
+
+    Raises InvalidInput (`export.dtype`) if `dtype` is float16 and a number is beyond its range.
+    Raises WrongState if a newer attempt has taken over the run.
     """
     if source is not None and source_files is None and main:
         source_files = read_source_files(source, tokenizer.chat_template)
@@ -101,7 +105,10 @@ def _write_model(
     dtype: torch.dtype,
     unread: NextTokenLayers | None,
 ) -> Sequence[str]:
-    """Collective. Write the weights of a model directory, and `adapter/`; see `write_weights`."""
+    """Collective. Write the weights of a model directory and, for LoRA, its directory `adapter/`.
+
+    See `write_weights` for the arguments and the result.
+    """
     overflows = write_weights(path, model, weights, dtype, unread)
     if has_adapters(model):
         adapters = {name: weights[name] for name in trainable_weights(model)}
@@ -118,10 +125,12 @@ def write_weights(
 ) -> Sequence[str]:
     """Collective. Write the weights of a model directory, with LoRA adapters merged into them.
 
-    A process whose `path` is None writes nothing. `weights` are the weights of the model, or
-    replacements, by name. `unread` are additional tensors to write. If `dtype` is float16,
-    returns the names of weights with a number beyond its range. Raises OSError after all
-    collectives.
+    - path: the directory; a process whose `path` is None writes nothing.
+    - weights: by name, the weights of `model`, or other tensors to write in their place.
+    - unread: the layers that transformers does not load, to be written too.
+
+    If `dtype` is float16, returns the names of the weights that have a number beyond its range.
+    Raises OSError only after all collectives.
     """
     published = PublishedWeights(model, weights, dtype)
     sizes = published.sizes | (unread.sizes() if unread is not None else {})
@@ -152,15 +161,19 @@ def write_weights(
 
 
 class PublishedWeights:
-    """The weights of a model as `write_weights` writes them: merged, rounded, renamed.
+    """The weights of a model in the form that `write_weights` writes: merged, rounded and renamed.
 
-    sizes: each weight by its name in the files, without data, in the order of `iterate_layers`.
-    overflows: for float16, names of weights with a number beyond its range, in the layers that
-    `iterate_layers` has yielded so far.
+    - sizes: each weight by its name in the files, as a tensor without data, in the order of
+      `iterate_layers`.
+    - overflows: for float16, the names of weights that have a number beyond its range. Only the
+      layers that `iterate_layers` has already yielded are included.
     """
 
     def __init__(self, model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        """`weights` are the weights of the model, or replacements, by name."""
+        """Store the weights.
+
+        `weights`: by name, the weights of `model`, or other tensors to write in their place.
+        """
         self._model = model
         self._dtype = dtype
         self.overflows: list[str] = []
@@ -174,8 +187,8 @@ class PublishedWeights:
     def iterate_layers(self, keep: Callable[[], bool]) -> Iterator[dict[str, Tensor]]:
         """Collective. Yield the unsharded weights on the CPU, one layer at a time.
 
-        `keep`: called before each layer. If `keep` returns False, the process gets {} for the
-        layer.
+        `keep`: returns whether this process needs the weights of the next layer. A process that
+        does not need them takes part in the collective, and gets {}.
         """
         for group in self._group_by_layer:
             full = full_tensors({name: self._stored[name] for name in group}, keep=keep())
@@ -197,7 +210,7 @@ class PublishedWeights:
 def published_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     """Return the shape of each weight that `write_weights` writes, by its name in the files.
 
-    The model may have no data (device meta).
+    The tensors of the model may be without data (device meta).
     """
     stored = remove_aliases(model, model.state_dict(keep_vars=True))
     sizes = {name: _meta_like(weight) for name, weight in stored.items()}
@@ -208,8 +221,9 @@ def published_shapes(model: Any) -> dict[str, tuple[int, ...]]:
 def write_adapters(path: Path | None, model: Any, adapters: Mapping[str, Tensor]) -> None:
     """Collective. Write the adapters in the format of `peft`, without rounding.
 
-    A process whose `path` is None writes nothing. `adapters` are the adapters of the model, or
-    replacements, by name. Raises OSError after all collectives.
+    `path`: the directory; a process whose `path` is None writes nothing. `adapters`: by name, the
+    adapters of `model`, or other tensors to write in their place. Raises OSError only after all
+    collectives.
     """
     os_errors: list[OSError] = []
     with ExitStack() as stack:
@@ -233,7 +247,10 @@ def write_adapters(path: Path | None, model: Any, adapters: Mapping[str, Tensor]
 
 @contextmanager
 def _collect_os_errors(os_errors: list[OSError]) -> Iterator[None]:
-    """Append an OSError of the context to the list, so that later collectives still run."""
+    """Catch an OSError in this context and append it to `os_errors`.
+
+    The process then still takes part in later collectives.
+    """
     try:
         yield
     except OSError as error:
@@ -243,9 +260,9 @@ def _collect_os_errors(os_errors: list[OSError]) -> Iterator[None]:
 def _to_published(
     model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return weights in their published form: merged, rounded, with the published names.
+    """Return weights in the form of the files: merged, rounded to `dtype` and renamed.
 
-    `weights`: unsharded, on the CPU or without data; all weights or the weights of one layer.
+    `weights`: all weights, or the weights of one layer; unsharded, on the CPU or without data.
     """
     return _rename(model, _round(model, _merge(model, weights), dtype))
 
@@ -281,10 +298,10 @@ def _rename(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _group_by_layer(
     model: Any, sizes: Mapping[str, Tensor], published: Mapping[str, Tensor]
 ) -> Sequence[Mapping[str, Tensor]]:
-    """Group the weights by layer, so that weights that are merged or converted together stay
-    together.
+    """Return the weights in groups, one group per layer.
 
-    `published`: the result of `_to_published` for all weights.
+    `published`: the result of `_to_published` for all weights. If transformers converts weights of
+    several layers together, returns all weights as a single group.
     """
     layers: dict[str, dict[str, Tensor]] = {}
     for name, size in sizes.items():
@@ -300,7 +317,10 @@ def _group_by_layer(
 
 
 def _layer_prefix(name: str) -> str:
-    """Return the name up to its first number, or its first two parts if it has no number."""
+    """Return the prefix of the name of a weight that all weights of its layer share.
+
+    The prefix ends with the first number, or with the second part if the name has no number.
+    """
     words = name.split(".")
     number = next((place for place, word in enumerate(words) if word.isdecimal()), 1)
     return ".".join(words[: number + 1])

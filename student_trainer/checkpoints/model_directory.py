@@ -1,4 +1,8 @@
-"""The files of a Hugging Face model directory: the split of the weights, and all other files."""
+"""The files of a Hugging Face model directory.
+
+`split_weights` divides the weights into files. The other functions read, write and compare the
+files without weights: configuration, tokenizer and chat template.
+"""
 
 from __future__ import annotations
 
@@ -50,10 +54,12 @@ def remove_aliases(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tenso
 def split_weights(
     weights: Mapping[str, Tensor], parameters: int
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, bytes]]:
-    """Return the weights by file, and the text of the index by its name if there are several files.
+    """Divide weights into files. Return the weights of each file, and the text of the index file.
 
-    `parameters`: the number of parameters, for the index. `save_pretrained` of transformers writes
-    the same files and names. Only shapes and dtypes are read.
+    The index is returned by its name; without an index, as for a single file, this mapping is
+    empty. The files and names are the same as those of `save_pretrained` of transformers.
+    `parameters`: the number of parameters, which the index contains. Only shapes and dtypes of the
+    weights are read.
     """
     sizes = {
         name: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
@@ -80,10 +86,11 @@ def split_weights(
 
 
 def read_source_files(source: Path, chat_template: Any) -> dict[str, bytes]:
-    """Return the files of a student's directory that model directories of its run have, by name.
+    """Return the files without weights that the run copies from the student's directory, by name.
 
-    These are the files without weights: tokenizer files, with `chat_template` unless it is None,
-    and config.json. A run reads them once, so later changes do not reach its export.
+    These files are the tokenizer, config.json, and further files without weights. `chat_template`
+    replaces the chat template, unless it is None. A run reads the files once, at its start, so
+    later changes of the directory do not reach the export.
     """
     with tempfile.TemporaryDirectory() as name:
         path = Path(name)
@@ -96,9 +103,9 @@ def read_source_files(source: Path, chat_template: Any) -> dict[str, bytes]:
 
 
 def check_same_tokenizer(path: Path, source_files: Mapping[str, bytes]) -> None:
-    """Raise WrongState if the student's tokenizer or template changed since a checkpoint.
+    """Raise WrongState if the student's tokenizer or chat template has changed since a checkpoint.
 
-    `path` is the model directory of the checkpoint, `source_files` the result of
+    `path`: the model directory of the checkpoint. `source_files`: the result of
     `read_source_files`.
     """
     for name in _TOKENIZER_FILES & source_files.keys():
@@ -114,9 +121,9 @@ def check_same_tokenizer(path: Path, source_files: Mapping[str, bytes]) -> None:
 def collect_small_files(
     model: Any, tokenizer: Any, source_files: Mapping[str, bytes] | None
 ) -> dict[str, bytes]:
-    """Return the files of a checkpoint's model directory that hold no weights, by name.
+    """Return the files without weights of the model directory of a checkpoint, by name.
 
-    These files do not change during a run. `source_files`: see `write_small_files`.
+    These files are the same for all checkpoints of a run. `source_files`: see `write_small_files`.
     """
     with tempfile.TemporaryDirectory() as name:
         path = Path(name)
@@ -144,10 +151,10 @@ def write_small_files(
     tokenizer: Any,
     source_files: Mapping[str, bytes] | None,
 ) -> None:
-    """Write the files of a model directory without weights, for transformers 4 and 5.
+    """Write the files without weights of a model directory, readable with transformers 4 and 5.
 
-    `source_files` are the files of the original model, which `read_source_files` returned; None
-    means that the model was created in memory. `dtype` is the dtype of the stored weights.
+    `source_files`: the files of the original model, as `read_source_files` returned them; None if
+    the model was created in memory. `dtype`: the dtype of the stored weights.
     """
     if source_files is None:
         tokenizer.save_pretrained(path)
@@ -163,14 +170,21 @@ def write_small_files(
 def make_next_token_layers(
     source: Path | None, path: Path, model: Any, own_names: Collection[str]
 ) -> NextTokenLayers:
-    """Return the next-token layers of a model directory `path` that has its config.json."""
+    """Return the next-token layers for the model directory `path`, which already has its
+    config.json.
+
+    See `NextTokenLayers` for the other arguments.
+    """
     # Blt has several stacks.
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", sys.maxsize)
     return NextTokenLayers(source, path / "config.json", layers, own_names)
 
 
 def _write_chat_template(path: Path, template: Any) -> None:
-    """Replace the chat templates in `path` by a chat template, unless they are the same."""
+    """Replace the chat templates in `path` by `template`.
+
+    Does nothing if `path` already has exactly this template, or if `template` is not a text.
+    """
     if not isinstance(template, str) or chat_templates_in(path) == {"default": template}:
         return
     shutil.rmtree(path / TEMPLATES, ignore_errors=True)
@@ -179,7 +193,7 @@ def _write_chat_template(path: Path, template: Any) -> None:
 
 
 def _is_carried_over(name: str) -> bool:
-    """Return whether a file of a student's directory goes into the model directories of a run."""
+    """Return whether the model directories of a run get a copy of this file."""
     # The manifest of an earlier export is about the files of that export.
     is_rewritten = name in ("generation_config.json", ADAPTER_CONFIG, MANIFEST)
     is_about_weights = name.endswith((".safetensors", ".index.json"))
@@ -189,11 +203,11 @@ def _is_carried_over(name: str) -> bool:
 def _save_configuration(
     path: Path, model: Any, dtype: torch.dtype, tokenizer: Any, original: bytes | None
 ) -> None:
-    """Write the files config.json and generation_config.json; see `write_small_files`.
+    """Write config.json and generation_config.json; see `write_small_files`.
 
-    `original`: config.json of the original model. generation_config.json lists all end tokens of
-    answers, so that an inference server stops as sampling in training does. The configuration of
-    the model object does not change.
+    `original`: config.json of the original model. generation_config.json lists all tokens that end
+    an answer, so that an inference server stops at the same tokens as the sampling of the training.
+    The configuration of `model` does not change.
     """
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__.removeprefix("FSDP")]

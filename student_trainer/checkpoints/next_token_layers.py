@@ -1,7 +1,8 @@
-"""Layers for multi-token prediction (MTP), which transformers ignores.
+"""Next-token layers: layers for multi-token prediction (MTP), which transformers does not load.
 
-Inference servers load these layers for speculative decoding if config.json counts them, and fail if
-the files lack them. The layers are not trained, but copied from the student's directory.
+Inference servers use these layers for speculative decoding. They load the layers if config.json
+contains their number, and fail if the files then lack the layers. Training does not change the
+layers: the export copies them from the student's directory.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ _LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 class NextTokenLayers:
-    """The tensors of the MTP layers in the directory of a model."""
+    """The MTP layers of a model: their tensors, and their number in config.json."""
 
     def __init__(
         self, source: Path | None, config: Path, layers: int, own_names: Collection[str]
     ) -> None:
-        """`source`: the directory, or None. `config`: config.json of the model directory that is
-        written. `layers`: number of its other layers. `own_names`: names in its files of the
-        weights that transformers loads.
+        """Find the MTP layers.
+
+        - source: the directory of the original model; None: there are no tensors to copy.
+        - config: config.json of the model directory that is being written.
+        - layers: the number of the model's other layers.
+        - own_names: the names, in the written files, of the weights that transformers loads.
         """
         self._config_file = config
         self._config = json.loads(config.read_text("utf-8"))
@@ -46,7 +50,7 @@ class NextTokenLayers:
         self._exist = bool(self._files) or any(_is_next_token(name, layers) for name in own_names)
 
     def sizes(self) -> dict[str, Tensor]:
-        """Return the tensors by name, without data."""
+        """Return the tensors to copy, by name, as tensors without data."""
         sizes = {}
         for name, file in self._files.items():
             with safe_open(file, "pt") as tensors:
@@ -55,13 +59,16 @@ class NextTokenLayers:
         return sizes
 
     def iterate(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors as they are in the files, one at a time, with their names."""
+        """Yield (name, tensor) for each tensor to copy, unchanged and one at a time."""
         for name, file in self._files.items():
             with safe_open(file, "pt") as tensors:
                 yield name, tensors.get_tensor(name)
 
     def correct_count(self) -> str:
-        """Set the layer count in config.json to 0 if there are no layers; return a note, or ""."""
+        """Set the number of MTP layers in config.json to 0 if the model has no MTP layers.
+
+        Returns a message for the user if config.json was changed, otherwise "".
+        """
         if not self._counts or self._exist:
             return ""
         for part in self._text_configs:

@@ -1,16 +1,16 @@
-"""AdamW's state as tensors of a checkpoint, and back.
+"""The state of AdamW in a checkpoint.
 
     NAME/step                number of updates of the weight NAME
     NAME/exp_avg             first moment, in the shape of the weight
-    NAME/exp_avg_sq          second moment
+    NAME/exp_avg_sq          second moment, in the shape of the weight
 
-A moment in 8 bits (`train.optimizer = "adamw_8bit"`) is two tensors instead:
+With 8-bit moments (`train.optimizer = "adamw_8bit"`), each moment is stored as two tensors:
 
     NAME/exp_avg.codes       uint8, in the shape of the weight
     NAME/exp_avg.scales      float32 [rows, blocks of a row]: the largest magnitude of each block
 
-A block never spans two rows. A process with a row of the weight therefore has the blocks of this
-row, and any number of processes can load a checkpoint exactly.
+A block never spans two rows. The process that has a row of the weight therefore has all blocks of
+this row. For this reason, any number of processes can load a checkpoint exactly.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def is_quantized(weight: Tensor) -> bool:
-    """Return whether an 8-bit optimizer holds the moments of `weight` in 8 bits; else in float32.
+    """Return whether an 8-bit optimizer stores the moments of `weight` in 8 bits.
 
-    Small weights, and those whose rows are not a multiple of BLOCK, stay float32. The shape is that
-    of the full weight, even if it is sharded.
+    The moments stay float32 for a small weight, and for a weight whose rows are not a multiple of
+    BLOCK elements. For a sharded weight, the shape of the full weight decides.
     """
     return (
         weight.numel() >= _MIN_NUMBERS and weight.dim() > 1 and prod(weight.shape[1:]) % BLOCK == 0
@@ -43,7 +43,10 @@ def is_quantized(weight: Tensor) -> bool:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the state by name; the tensors are not copies."""
+    """Return the tensors of the optimizer's state by their names in the checkpoint.
+
+    The tensors are not copies.
+    """
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         quantized = _holds_8_bits(optimizer, parameter)
@@ -58,9 +61,9 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def load_optimizer_state(file: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load the state from an open safetensors file; each process reads its shard.
+    """Load the optimizer's state from an open safetensors file. Each process reads only its shard.
 
-    Raises InvalidInput (`train.optimizer`) if the state belongs to another optimizer.
+    Raises InvalidInput (`train.optimizer`) if another kind of optimizer has written the state.
     """
     keys = set(file.keys())
     for name, parameter in model.named_parameters():
@@ -105,9 +108,10 @@ def _holds_8_bits(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
 
 
 def _split_moment(moment: Any) -> tuple[Tensor, Tensor]:
-    """Return the tensors of a moment: codes, and scales [rows, blocks of a row].
+    """Return the two tensors of an 8-bit moment: its codes, and its scales [rows, blocks of a row].
 
-    torchao does not support a moment without rows: it is then an empty float32 tensor.
+    torchao does not support a moment without rows. Such a moment is an empty float32 tensor, for
+    which two empty tensors are returned.
     """
     if not len(moment):
         empty = moment.new_empty(0, prod(moment.shape[1:]) // BLOCK)

@@ -1,13 +1,14 @@
-"""Writes checkpoints during training.
+"""Writes checkpoints while training continues. A checkpoint has three phases:
 
-    save      every process copies its part of the tensors to host memory; training stops for this
-    writing   a thread of every process writes its part, hashes it and syncs it to disk
-    publish   the thread of the main process waits for the parts, renames the directory, and then
+    save      every process copies its part of the tensors to host memory; training waits for this
+    write     a thread of every process writes its part, hashes it and syncs it to disk
+    publish   the thread of the main process waits for all parts, renames the directory, and then
               deletes older checkpoints
 
-The threads use no collectives. A thread reports that its part is complete by a file with the
-digests in the temporary directory; `poll` shares the errors of the threads between steps. Saving
-does not change what the run computes. At most one checkpoint is being written at a time.
+The threads use no collectives. When a thread has written its part, it writes the digests of the
+part into a file of the temporary directory, for which the main process waits. `poll` shares the
+errors of the threads between the steps of training. Saving does not change the results of the run.
+At most one checkpoint is written at a time.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ _DONE, _BUSY, _FAILED = 0, 1, 2
 
 
 class Saver:
-    """Writes the checkpoints of a run. Every process has an instance and calls it at the same
-    steps.
+    """Writes the checkpoints of a run.
+
+    Every process has an instance, and all processes call its collective methods at the same steps.
     """
 
     def __init__(
@@ -61,11 +63,13 @@ class Saver:
         before_publication: Callable[[], None] = lambda: None,
         after_publication: Callable[[], None] = lambda: None,
     ) -> None:
-        """Set up the saver.
+        """Store the settings.
 
-        `small_files`: the files of the model directory without weights. `facts`: stored in every
-        checkpoint, see `read_facts`. The thread of the main process calls `before_publication` and
-        `after_publication`.
+        - root: the directory of all checkpoints.
+        - small_files: the files without weights of the model directory, by name.
+        - facts: texts by name that every checkpoint stores, see `read_facts`.
+        - before_publication, after_publication: functions that the thread of the main process calls
+          just before and just after a checkpoint appears.
         """
         self._accelerator = accelerator
         self._root = root
@@ -79,7 +83,7 @@ class Saver:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a checkpoint is being written; the same in every process."""
+        """Whether a checkpoint is being written. The value is the same in every process."""
         return self._background_write is not None
 
     def save(
@@ -89,12 +93,17 @@ class Saver:
         metrics: Mapping[str, float] | None = None,
         write_extra_files: LaterFiles | None = None,
     ) -> None:
-        """Collective. Copy the state of a run, and begin to write it as the checkpoint of `step`.
+        """Collective. Copy the state of the run, and start to write it as the checkpoint of `step`.
 
-        Waits for the previous checkpoint. `metrics` are the metrics of the step, see
-        `read_metrics`. `write_extra_files` returns additional files of this process; the writing
-        thread calls the function. Raises WrongState if a newer attempt has taken over the run, and
-        OSError, on all ranks.
+        First waits until the previous checkpoint is complete.
+
+        - contents: the tensors of the checkpoint.
+        - metrics: the metrics of the step; None if metrics.jsonl already has them. See
+          `read_metrics`.
+        - write_extra_files: returns additional files of this process; the writing thread calls it.
+
+        Raises WrongState if a newer attempt has taken over the run, and OSError. Both are raised on
+        all ranks.
         """
         self.finish()
         path = checkpoint_path(self._root, step)
@@ -124,9 +133,9 @@ class Saver:
         self._background_write = _BackgroundWrite(path, write)
 
     def poll(self) -> bool:
-        """Collective. Return, without waiting, whether no write is in progress.
+        """Collective. Return True if no checkpoint is being written, without waiting for one.
 
-        Raises the error of a thread on all ranks, after removing the partial files.
+        If a thread failed, removes the partial files, and raises the error on all ranks.
         """
         if self._background_write is None:
             return True
@@ -146,27 +155,37 @@ class Saver:
         return True
 
     def finish(self) -> None:
-        """Collective. Wait until no write is in progress. Raises as `poll` does."""
+        """Collective. Wait until no checkpoint is being written.
+
+        Raises the same errors as `poll`.
+        """
         while not self.poll():
             time.sleep(_PAUSE)
 
     def close(self) -> None:
-        """Wait for this process's thread. Not collective, so a run with an error can call it.
+        """Wait for the end of this process's thread.
 
-        Until the launcher kills this process, the thread continues even if another rank exits.
+        Not collective, so that a failed run can call it. The thread continues even if another rank
+        exits, until the launcher kills this process.
         """
         if self._background_write is not None:
             self._background_write.join()
 
     def _worst_code(self, error: Exception | None, *, is_busy: bool = False) -> int:
-        """Collective. Return the largest code of all processes, the same on every rank."""
+        """Collective. Return the largest state code of all processes.
+
+        The codes are _DONE, _BUSY, and _FAILED + errno. Every rank gets the same result.
+        """
         code = _BUSY if is_busy else _DONE
         if error is not None:
             code = _FAILED + ((error.errno or 0) if isinstance(error, OSError) else 0)
         return max_over_ranks(self._accelerator, code)
 
     def _raise_error(self, error: Exception | None, worst_code: int, path: Path) -> NoReturn:
-        """Raise this process's own error, or else that of another process."""
+        """Raise the error of this process; if it has none, raise the error of another process.
+
+        `worst_code`: the result of `_worst_code`, which contains the errno of the other process.
+        """
         if error is not None:
             raise error
         if error_number := worst_code - _FAILED:
@@ -184,7 +203,12 @@ class Saver:
         write_extra_files: LaterFiles | None,
         stop: threading.Event,
     ) -> None:
-        """Write this process's part; in the main process, then publish the checkpoint."""
+        """Write this process's part of a checkpoint.
+
+        The main process then publishes the checkpoint. `copies`: the rows of this process, by file
+        and tensor name. `small_contents`: other files that the main process writes, by name.
+        `stop`: if set, the method returns early.
+        """
         failpoint("checkpoint-writing")
         partial = atomic_directory.partial_path(path)
         digests: dict[str, atomic_directory.Digests] = {}
@@ -230,7 +254,10 @@ class Saver:
         self._after_publication()
 
     def _wait_for_part(self, partial: Path, part: int, stop: threading.Event) -> dict[str, str]:
-        """Wait until another process has written its part, and return its digests by file."""
+        """Wait until process `part` has written its part.
+
+        Return the digests of the part by file name. Returns {} if `stop` is set first.
+        """
         path = partial / _PARTS / f"{part}.json"
         while not path.exists():
             if stop.wait(_PAUSE):
@@ -240,10 +267,11 @@ class Saver:
 
 
 def announce_part(path: Path, digests: Mapping[str, str]) -> None:
-    """Report to the main process that a part is complete: write its digests by file to `path`.
+    """Report to the main process that the part of this process is complete.
 
-    The rename is the last operation, because the main process deletes the directory when every part
-    has its file.
+    Writes `digests`, the digests by file name, to the file `path`. The file appears by a rename,
+    which is the last operation of this process in the temporary directory: as soon as the files of
+    all parts exist, the main process deletes their directory.
     """
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(digests))
@@ -251,7 +279,7 @@ def announce_part(path: Path, digests: Mapping[str, str]) -> None:
 
 
 class _BackgroundWrite:
-    """A checkpoint that is being written, and the thread that writes."""
+    """The thread that writes a checkpoint, its error, and the path of the checkpoint."""
 
     def __init__(self, path: Path, write: Callable[[threading.Event], None]) -> None:
         self.path = path
@@ -267,7 +295,7 @@ class _BackgroundWrite:
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """Stop the thread after the current tensor, and wait for its end."""
+        """Ask the thread to stop after the current tensor, and wait for the end of the thread."""
         self._stop.set()
         self.join()
 
@@ -284,10 +312,10 @@ class _BackgroundWrite:
 
 
 class _HostMemory:
-    """Host buffers for this process's rows of all tensors, reused by every save.
+    """Buffers in host memory for this process's rows of all tensors.
 
-    Buffers are pinned if the tensors are on a GPU. Allocating new buffers for each save would take
-    longer than the copy.
+    Every save uses the same buffers. The buffers are pinned if the tensors are on a GPU. Allocating
+    new buffers for each save would take longer than the copy itself.
     """
 
     def __init__(self, part: int, parts: int) -> None:
@@ -296,7 +324,10 @@ class _HostMemory:
 
     @torch.no_grad()
     def copies(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """Collective. Return copies of this process's rows of all tensors, by file and name."""
+        """Collective. Copy this process's rows of all tensors.
+
+        Return the copies by file and name.
+        """
         host_copies = {
             file: {name: self._copy((file, name), tensor) for name, tensor in named_tensors.items()}
             for file, named_tensors in tensors.items()

@@ -1,13 +1,16 @@
 """Safetensors files that the processes of a job write together. Each process writes its part.
 
+A file has this format:
+
     8 bytes: N | N bytes of JSON: dtype, shape and place of every tensor | the tensors in full
 
-Part p of P is the rows of every tensor that FSDP2 gives to process p of P (`rows_of_part`); part 0
-also has the header. A process therefore writes its shard without communication. The file has the
-same bytes for any P, so any number of processes, and any safetensors library, can read it.
+Part p of P contains the rows of every tensor that FSDP2 assigns to process p of P (`rows_of_part`).
+Part 0 also contains the header. A process can therefore write its shard without communication. The
+bytes of the file are the same for any P, so any number of processes, and any safetensors library,
+can read the file.
 
-The digest of a part is the SHA-256 of its bytes in file order. With a single part, it is the digest
-of the file.
+The digest of a part is the SHA-256 of its bytes in file order. The digest of a single part is thus
+the digest of the file.
 """
 
 from __future__ import annotations
@@ -47,17 +50,20 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class TensorFile:
-    """The layout of a file.
+    """The layout of a safetensors file.
 
-    header: the bytes of the header. places: (shape, first byte, end) of each tensor by name, in
-    file order.
+    - header: the bytes of the header.
+    - places: (shape, position of the first byte, position after the last byte) of each tensor, by
+      name, in the order of the file.
     """
 
     header: bytes
     places: Mapping[str, tuple[tuple[int, ...], int, int]]
 
     def spans(self, name: str, part: int, parts: int) -> tuple[int, int]:
-        """Return (offset in the file, number of bytes) of part `part` of the rows of a tensor."""
+        """Return the position of part `part` of `parts` of a tensor: (offset in the file, number of
+        bytes).
+        """
         shape, start, end = self.places[name]
         count = shape[0] if shape else 1
         rows = rows_of_part(count, part, parts)
@@ -68,9 +74,10 @@ class TensorFile:
 def build_layout(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> TensorFile:
-    """Return the layout of a file of `tensors`. Only shapes and dtypes are read.
+    """Return the layout of a file that contains `tensors`. Only shapes and dtypes are read.
 
-    The order is as in the safetensors library: large elements first, for alignment.
+    The tensors are in the order of the safetensors library: tensors with large elements come first,
+    so that all are aligned. `metadata`: texts by name for the header.
     """
     header_entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     relative_places: dict[str, tuple[tuple[int, ...], int, int]] = {}
@@ -99,8 +106,9 @@ def build_layout(
 
 
 class PartWriter:
-    """Writes tensors, or their rows, at their positions in a file. Call `finish` or `close` at the
-    end.
+    """Writes full tensors, or one part of their rows, into a file.
+
+    The caller must call `finish` or `close` at the end.
     """
 
     def __init__(
@@ -112,10 +120,11 @@ class PartWriter:
         *,
         hashed: bool = True,
     ) -> None:
-        """Open `path`, which other processes may be writing too. Part 0 writes the header.
+        """Open the file `path`. Other processes may write their parts of the file at the same time.
 
-        `hashed`: whether to compute the digest. The digest is the digest of the part if the tensors
-        are written in the order of `file.places`.
+        `file`: the layout. The writer of part 0 also writes the header. `hashed`: whether to
+        compute a digest. It is the digest of the part only if the tensors are written in the order
+        of `file.places`.
         """
         self._file = file
         self._part, self._parts = part, parts
@@ -127,14 +136,14 @@ class PartWriter:
             self._write_bytes(0, memoryview(file.header))
 
     def write(self, name: str, rows: Tensor) -> None:
-        """Write this part's `rows` of a tensor; they are on the CPU."""
+        """Write the rows of tensor `name` that belong to this part. `rows`: on the CPU."""
         start, length = self._file.spans(name, self._part, self._parts)
         data = rows.contiguous().reshape(-1).view(torch.uint8).numpy().data
         assert len(data) == length, f"{name}: {len(data)} bytes for a place of {length}"
         self._write_bytes(start, data)
 
     def finish(self) -> str:
-        """Sync the file to disk, close it, and return the digest."""
+        """Sync the file to disk, close it, and return the digest of the written bytes."""
         os.fsync(self._descriptor)
         self.close()
         return self._digest.hexdigest()
@@ -158,15 +167,20 @@ class PartWriter:
 
 
 def read_shard(file: Any, name: str, like: Tensor) -> Tensor:
-    """Return this process's shard of a stored tensor, sharded and shaped like `like`.
+    """Read this process's shard of a stored tensor.
 
-    `file`: an open safetensors file. Only the shard is read.
+    `file`: an open safetensors file. `like`: a tensor with the shape and the sharding of the stored
+    tensor. Only the shard is read.
     """
     return _read_slices(file, name, own_slices(like))
 
 
 def read_rows(file: Any, name: str, like: Tensor) -> Tensor:
-    """Return this process's rows of a stored tensor of any width, sharded like `like`."""
+    """Read this process's rows of a stored tensor.
+
+    `like`: a tensor with the same number of rows, whose sharding selects the rows. Its rows may
+    have another width than those of the stored tensor.
+    """
     return _read_slices(file, name, own_slices(like)[:1])
 
 
@@ -186,7 +200,10 @@ def _read_slices(file: Any, name: str, slices: tuple[slice, ...]) -> Tensor:
 
 
 def hash_part(path: Path, part: int, parts: int) -> str:
-    """Return the digest of a part of a file. Raises ValueError if it is not a safetensors file."""
+    """Return the digest of part `part` of `parts` of a file.
+
+    Raises ValueError if the file is not a complete safetensors file.
+    """
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         file = _read_layout(stream.read(8), stream.fileno())
@@ -204,7 +221,7 @@ def hash_part(path: Path, part: int, parts: int) -> str:
 
 
 def _merge_adjacent(spans: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Merge adjacent spans, so that files are read in large blocks."""
+    """Merge adjacent (start, length) spans, so that files are read in large blocks."""
     merged_start, merged_length = 0, 0
     for start, length in spans:
         if start != merged_start + merged_length:
@@ -215,7 +232,11 @@ def _merge_adjacent(spans: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int
 
 
 def _read_layout(prefix: bytes, descriptor: int) -> TensorFile:
-    """Read the layout of a file that may be damaged. Raises ValueError."""
+    """Return the layout of an open file, which may be damaged.
+
+    `prefix`: the first 8 bytes of the file. `descriptor`: the file descriptor. Raises ValueError if
+    the file is not a complete safetensors file.
+    """
     length = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or length > _MAX_HEADER_BYTES:
         raise ValueError("no safetensors header")
