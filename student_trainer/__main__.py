@@ -66,10 +66,10 @@ def main() -> int:
 
 
 def _explain_errors(attempt: Callable[[], Verdict]) -> Verdict:
-    """Return the result of `attempt()`.
+    """Run `attempt` and return its verdict. Translate two kinds of RuntimeError.
 
-    Raises AttemptDied if `attempt` fails because another process died or does not answer, and
-    InvalidInput if the memory of the GPU or of the machine is too small.
+    Raises AttemptDied if another process died or does not answer, and InvalidInput if the GPU or
+    the machine has too little memory.
     """
     try:
         return attempt()
@@ -124,7 +124,11 @@ def _run_attempt(
 
 
 def _copied_limits(config: AnyTraining, progress: Progress) -> Limits | None:
-    """Return the limits of the attempts on other machines, if `checkpoint.copy_to` has copies."""
+    """Return the limits that an attempt on another machine has stored in `checkpoint.copy_to`.
+
+    Returns None if the job has no `checkpoint.copy_to`, or if no copies of the job are stored
+    there.
+    """
     if config.checkpoint.copy_to is None:
         return None
     from student_trainer.checkpoints.copies import copied_limits

@@ -87,10 +87,17 @@ def assemble(
     rewards: Rewards | None = None,
     service: RolloutServices | PlacedServices | None = None,
 ) -> Trainer:
-    """Collective. Return a trainer. It resumes from the newest intact checkpoint, if one exists.
+    """Collective. Return the trainer of an attempt, with all its parts loaded.
 
-    `from_step`: resume from this step instead, and delete checkpoints of later steps. `service`:
-    None if this process samples. Raises a DistillError.
+    The trainer resumes from the newest intact checkpoint, or starts at step 0 if there is none.
+
+    - `teachers`: the connections by teacher name.
+    - `from_step`: resume from the checkpoint of this step, and delete all later checkpoints; None:
+      resume from the newest one.
+    - `rewards`: scores the answers; None if the job has no reward.
+    - `service`: the rollout services that sample answers; None if this process samples them.
+
+    Raises a DistillError if the job, its data or its checkpoints cannot be used.
     """
     disable_progress_bar()  # progress bars of every checkpoint would fill the log
     tokenizer = load_tokenizer(config.student)
@@ -162,7 +169,11 @@ def assemble(
 
 
 def _check_student(config: AnyTraining) -> Any:
-    """Return the configuration of the student's text model, if the job can train it."""
+    """Return the configuration of the student's text model.
+
+    Raises a DistillError if the job cannot train this model: quantised weights, or a shape that the
+    parallelism of the job cannot divide.
+    """
     if config.train.tensor_parallel > 1:
         check_divisible(config.student, config.train.tensor_parallel)
     require_trainable(config.student)
@@ -172,9 +183,9 @@ def _check_student(config: AnyTraining) -> Any:
 
 
 def _prepare_method(config: AnyTraining, inputs: Inputs) -> Preparation:
-    """Read and check the job's data. This function selects the method that trains.
+    """Read and check the job's data with the `prepare` function of the job's method.
 
-    Weights are loaded later, so that invalid data fails fast. Raises a DistillError.
+    The weights are loaded later, so a job with invalid data fails early. Raises a DistillError.
     """
     match config:
         case OnPolicyJob():
@@ -190,7 +201,11 @@ def _prepare_method(config: AnyTraining, inputs: Inputs) -> Preparation:
 
 
 def _count_steps(config: AnyTraining, preparation: Preparation, run: RunDirectory) -> AnyTraining:
-    """Return the job with the number of its steps. Later attempts read it in the run directory."""
+    """Return the job with `max_steps` set to the number of its steps.
+
+    If the job gives the number of epochs instead, the number of steps is also written to the run
+    directory. Later attempts read it there.
+    """
     steps = config.count_steps(preparation.epoch_size)
     if config.max_steps == 0 and is_main_process():
         add_limit(run.path, "max_steps", steps, config.describe_epochs(preparation.epoch_size))
@@ -205,7 +220,9 @@ def _build_accelerator(config: AnyTraining) -> Accelerator:
 def _open_log(
     config: AnyTraining, run: RunDirectory, accelerator: Accelerator, attempt: int, step: int
 ) -> MetricsLog | None:
-    """In the main process, write the environment of the attempt, and return the metrics log."""
+    """Write the environment of the attempt, and return the metrics log; return None in other
+    processes than the main process.
+    """
     if not accelerator.is_main_process:
         return None
     write_environment(run, attempt=attempt, processes=accelerator.num_processes)
@@ -234,7 +251,8 @@ def _load_student(
 ) -> Replicated | Sharded:
     """Collective. Load the student, distribute it, choose its attention, test it, and compile it.
 
-    `checkpoint_path`: the checkpoint with the weights; None: load the weights that the job names.
+    `checkpoint_path`: the checkpoint that contains the weights; None: load the weights from
+    `student.model`. The student is compiled only if `student.compile` is true.
     """
     reader = preparation.images
     torch.manual_seed(config.seed)  # new LoRA weights are the same in every attempt
@@ -261,7 +279,10 @@ def _load_student(
 
 
 def _restore_method(method: Method, checkpoint_path: Path) -> None:
-    """Load the method's state from a checkpoint: anchor, critic, rollouts of later steps."""
+    """Load the state of the method from a checkpoint.
+
+    The state is the anchor, the critic, and the rollouts that were sampled for later steps.
+    """
     if method.anchor is not None:
         checkpoint.load_anchor(checkpoint_path, method.anchor)
     if method.critic is not None:
@@ -273,7 +294,11 @@ def _restore_method(method: Method, checkpoint_path: Path) -> None:
 def _find_resumed_checkpoint(
     config: AnyTraining, run: RunDirectory, from_step: int | None, copies: RunCopies
 ) -> tuple[int, Path | None]:
-    """Collective. Return the step to resume from and its checkpoint; (0, None) for a new run."""
+    """Collective. Return (step, directory) of the checkpoint to resume from; (0, None) for a new
+    run.
+
+    Raises InvalidInput (`max_steps`) if the checkpoint is later than the last step of the job.
+    """
     resumed = checkpoint.newest_checkpoint(run.checkpoints, from_step, intact=copies.is_intact)
     if resumed is None:
         return 0, None

@@ -1,8 +1,9 @@
-"""PPO's critic: values of the tokens of answers, and advantages from them.
+"""The critic of PPO: predicts the value of each token of an answer, and computes advantages.
 
-The critic predicts the remaining reward before each token from the input states of the student's
-head, so there is no second model. The states are detached: the critic does not train the student,
-and its loss needs no weight relative to the policy loss.
+The value of a token is the reward that the critic expects from this token on. The critic reads the
+hidden states that are the input of the student's head, so it needs no second model. The states are
+detached: the critic does not train the student, and its loss needs no weight relative to the policy
+loss.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from student_trainer.parallel.sharding import Replicated, Sharded
 
 
 class Critic(nn.Module):
-    """One float32 linear layer, initialised to zero.
+    """The critic's network: one float32 linear layer, initialised to zero.
 
-    While all values are 0, GAE is the reward, discounted by gamma * lam per token.
+    All values are 0 at first. The advantages (GAE) are then the reward, discounted by gamma * lam
+    per token.
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -34,18 +36,26 @@ class Critic(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the value [N] before each token, from the states [N, H] that predict the token."""
+        """Return the values [N] of N tokens.
+
+        `hidden` [N, H]: for each token, the hidden state from which the student predicts the token.
+        """
         values: Tensor = self.linear(hidden.detach().to(self.linear.weight.dtype))
         return values.squeeze(1)
 
 
 def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, *, clip: float) -> Tensor:
-    """Return the clipped value loss of each token, max((V - R)^2, (V_clipped - R)^2) / 2, [N].
+    """Return the clipped value loss of each token, [N].
 
-    `targets` [N]: R, from `gae`. `old_values` [N]: the values from which the advantages were
-    computed; V_clipped is V clipped to within `clip` of them. A value that has moved further than
-    `clip` towards its target has no gradient. The clipping follows the code of PPO (arXiv
-    1707.06347); the paper does not clip values.
+    The loss is max((V - R)^2, (V_clipped - R)^2) / 2:
+
+    - V: `values` [N], the predictions of the critic.
+    - R: `targets` [N], from `gae`.
+    - V_clipped: V, limited to the range from `old_values - clip` to `old_values + clip`.
+    - `old_values` [N]: the values from which the advantages were computed.
+
+    The gradient is zero for a value that has moved by more than `clip` towards its target. The
+    paper of PPO (arXiv 1707.06347) does not clip values; its published code does.
     """
     old_values, targets = old_values.detach(), targets.detach()
     clipped_values = old_values + (values - old_values).clamp(-clip, clip)
@@ -56,11 +66,13 @@ _CLIP = 0.2  # the clip range of the value loss, as in PPO's code
 
 
 class CriticAdvantages:
-    """Owns the critic and its optimizer, which are identical in every process.
+    """Computes advantages with a critic, and trains the critic.
 
-    The critic does not change the student. It is trained before the student in each step, and needs
-    the hidden states of all answers of the step: one forward pass, and float32 [tokens, H] of
-    memory. updates: the number of updates of the critic in this process.
+    Every process has the same critic and the same state of its optimizer. In each step, the critic
+    is trained before the student, and does not change the student. The training needs the hidden
+    states of all answers of the step: one forward pass, and float32 [tokens, H] of memory.
+
+    updates: the number of updates of the critic in this process.
     """
 
     def __init__(
@@ -85,13 +97,15 @@ class CriticAdvantages:
         self.updates = 0
 
     def __call__(self, rollouts: Sequence[Rollout], rewards: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Collective. Return the advantages of a step's answers, then train the critic on them.
+        """Collective. Return the advantages of a step's answers, and then train the critic on the
+        answers.
 
-        `rewards` [S]: one per rollout, NaN without reward. An answer without reward has zero
-        advantages, and the critic does not learn from it. Call it outside `gathered()`.
+        `rewards` [S]: the reward of each rollout, NaN for a rollout without reward. A rollout
+        without reward gets zero advantages, and the critic does not learn from it.
 
-        Returns one tensor [learned] per rollout, and (sum, number) of the critic's loss before its
-        updates, all on the CPU. GAE with gamma = 1 (`losses/advantages.py`).
+        Returns two values, on the CPU: the advantages as one tensor [learned] per rollout, and the
+        sum and number of the critic's loss before its updates. The advantages are GAE with gamma 1
+        (`losses/advantages.py`). Call it outside `gathered()`.
         """
         states = torch.cat(self._compute_states(rollouts))
         lengths = torch.tensor([rollout.learned for rollout in rollouts])
@@ -116,10 +130,9 @@ class CriticAdvantages:
         return list(torch.split(advantages, lengths.tolist())), loss.cpu()
 
     def _train(self, states: Tensor, values: Tensor, targets: Tensor) -> Tensor:
-        """Collective. Train the critic with as many updates as the student; return its loss before
-        them.
+        """Collective. Train the critic with as many updates as the student has in a step.
 
-        The loss is (sum, number) over the tokens of this process.
+        Returns (sum, number) of the loss before the updates, over the tokens of this process.
         """
         initial_loss = torch.zeros(2, dtype=torch.float64)
         count = self._sum_over_processes(states.new_full((1,), len(states)))
@@ -139,7 +152,7 @@ class CriticAdvantages:
         return initial_loss
 
     def _sum_over_processes(self, values: Tensor) -> Tensor:
-        """Collective. Return the sum over all processes."""
+        """Collective. Return the elementwise sum of `values` over all processes."""
         total: Tensor = self._accelerator.reduce(values)
         return total
 
@@ -164,9 +177,10 @@ class CriticAdvantages:
         return {**self._critic.state_dict(), **moments}
 
     def load_state(self, read_tensor: Callable[[str], Tensor]) -> None:
-        """Restore weights and moments. `read_tensor`: returns a tensor of `state` by its name.
+        """Load the weights and the AdamW moments of the critic from a checkpoint.
 
-        The state must be from after the critic's first update, since moments do not exist earlier.
+        `read_tensor`: returns the stored tensor with a name of `state`. The checkpoint must be
+        later than the critic's first update, because AdamW has no moments before it.
         """
         with torch.no_grad():
             for name, parameter in self._critic.named_parameters():
