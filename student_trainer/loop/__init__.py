@@ -1,1 +1,1 @@
-"""The training loop, its checkpoints, its held-out evaluation, and its warnings."""
+"""The training loop, the evaluation on held-out data, and the warnings of a run."""

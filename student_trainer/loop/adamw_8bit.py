@@ -1,4 +1,4 @@
-"""AdamW of torchao with 8-bit moments, in blocks that are independent of the number of processes.
+"""AdamW of torchao with 8-bit moments. The blocks do not depend on the number of processes.
 
 Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861).
 """
@@ -17,17 +17,20 @@ from student_trainer.parallel.shards import local, tensor_with_rows
 
 
 class RowwiseAdamW8bit(AdamW8bit):  # type: ignore[misc]
-    """AdamW8bit whose blocks are BLOCK elements of a single row; see `is_quantized`.
+    """AdamW8bit of torchao, with blocks of BLOCK elements that never span two rows of a weight.
 
-    torchao's blocks start at the beginning of a process's shard, so they depend on the number of
-    processes.
+    In torchao, the blocks begin at the start of a process's shard, and thus depend on the number of
+    processes. `is_quantized` returns which weights have 8-bit moments.
     """
 
     def __init__(self, parameters: Sequence[Tensor], **options: object) -> None:
         super().__init__(parameters, block_size=BLOCK, **options)
 
     def new_moment(self, weight: Tensor, *, signed: bool) -> Tensor:
-        """Return a moment of zeros, sharded like `weight`. The first moment is `signed`."""
+        """Return a new moment of zeros, sharded like `weight`.
+
+        `signed`: True for the first moment, which has a sign.
+        """
         own_shard = local(weight)
         zeros = torch.zeros_like(own_shard)
         if is_quantized(weight) and len(own_shard):

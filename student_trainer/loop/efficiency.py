@@ -1,4 +1,6 @@
-"""Efficiency metrics of a step: tokens per second of a process, MFU, memory."""
+"""Efficiency metrics of a step: tokens per second of a process, model FLOPs utilisation (MFU), and
+memory.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,21 @@ from student_trainer.teachers.source import PendingRows
 
 
 class LearningFlops:
-    """Counts the operations of one forward and backward pass of a sequence (arXiv 2204.02311).
+    """Counts the floating-point operations of one forward and backward pass of a sequence.
 
-    As in PaLM's appendix B, a weight of a linear module takes 2 operations per token in the forward
-    pass, 2 for the gradient of its input, and 2 for its own gradient if it is trained: 6 N in
-    total. Attention takes 12 * layers * width of the queries * tokens per token, as if every token
-    attended to all others. As usual for MFU, embeddings, norms, softmax, and the recomputation of
-    gradient checkpointing are not counted.
+    The count follows appendix B of PaLM (arXiv 2204.02311). For each token, a weight of a linear
+    module takes 2 operations in the forward pass and 2 for the gradient of the module's input. A
+    trained weight takes 2 more for its own gradient. N trained weights thus take 6 N operations.
+    Attention takes 12 * layers * width of the queries * tokens operations per token, as if every
+    token attended to all others. As usual for MFU, the count excludes embeddings, norms, softmax,
+    and the recomputation of gradient checkpointing.
 
-    The head runs only on the learned tokens, all other modules on all tokens. Experts of a mixture
-    are not counted, so the count of a mixture is a lower bound.
+    The head runs only on the learned tokens, all other modules run on all tokens. The experts of a
+    mixture are not counted, so the count of a mixture is a lower bound.
     """
 
     def __init__(self, student: Student) -> None:
-        """Count the weights of `student`, before or after they are sharded."""
+        """Count the weights of `student`. The student may already be sharded."""
         head = student.model.get_output_embeddings()
         body_modules = [
             module
@@ -42,7 +45,10 @@ class LearningFlops:
         self._attention = 12 * config.num_hidden_layers * heads * width
 
     def count_sequence(self, tokens: int, learned: int) -> float:
-        """Return the operations for a sequence of `tokens` tokens with `learned` learned tokens."""
+        """Return the number of operations for one sequence.
+
+        `tokens`: the number of all its tokens. `learned`: the number of its learned tokens.
+        """
         return float(tokens * (self._body + self._attention * tokens) + learned * self._head)
 
 
@@ -73,7 +79,10 @@ _SLOWER = {"Laptop", "MIG"}
 
 
 def peak_flops(device: str, *, bf16: bool) -> float | None:
-    """Return the peak operations per second of a device by its name; None if it is unknown."""
+    """Return the peak number of operations per second of a device; None if the device is unknown.
+
+    `device`: the name of the device. `bf16`: the peak in bfloat16, otherwise in TF32.
+    """
     words = set(device.replace("-", " ").split())
     for name, peak in _PEAKS.items():
         if set(name.split()) <= words and not words & _SLOWER:
@@ -82,7 +91,10 @@ def peak_flops(device: str, *, bf16: bool) -> float | None:
 
 
 class Efficiency:
-    """Measures the steps of this process. Operations are counted for learning only."""
+    """Measures the efficiency of this process in each step.
+
+    The count of operations includes forward and backward passes, but no sampling and no scoring.
+    """
 
     def __init__(self, student: Student, device: torch.device, processes: int) -> None:
         self._flops = LearningFlops(student)
@@ -97,15 +109,16 @@ class Efficiency:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def flops(self, pending: Sequence[PendingRows]) -> float:
-        """Return the operations of learning from sequences."""
+        """Return the number of operations of the forward and backward passes of these sequences."""
         texts = [item.sequence for item in pending]
         return sum(self._flops.count_sequence(len(text.token_ids), text.learned) for text in texts)
 
     def of_step(self, *, flops: float, learning: float, speed: float) -> dict[str, float]:
-        """Return the metrics of a step.
+        """Return the efficiency metrics of a step.
 
-        `flops`: operations of all processes. `learning`: seconds of forward and backward passes and
-        the optimizer. `speed`: learned tokens per second of the step, over all processes.
+        - flops: the number of operations, over all processes.
+        - learning: the seconds of the forward and backward passes and of the optimizer.
+        - speed: the learned tokens per second of the step, over all processes.
         """
         metrics = {"tokens_per_sec/process": speed / self._processes}
         if self._peak is not None and learning > 0:
@@ -119,6 +132,6 @@ class Efficiency:
 
 
 def _resident_peak() -> int:
-    """Return the peak of resident bytes of this process since it started."""
+    """Return the largest resident memory of this process since its start, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,4 +1,4 @@
-"""Held-out evaluation: KL, cross-entropy of stored text, task accuracy and reward."""
+"""The evaluation on held-out data: KL, cross-entropy of stored text, task accuracy and reward."""
 
 from __future__ import annotations
 
@@ -47,21 +47,28 @@ class HeldOutObjective(Objective, Protocol):
     """An objective that can be measured on held-out sequences."""
 
     def held_out(self, batch: Batch, out: FusedLoss) -> Mapping[str, Tensor]:
-        """Return values of each token, [n], by names in _HELD_OUT_METRICS."""
+        """Return the values [n] of the tokens of a batch, by the name of the metric.
+
+        The names are in _HELD_OUT_METRICS.
+        """
 
     def token_logprobs(self, batch: Batch, out: FusedLoss) -> Mapping[str, Tensor]:
-        """Return the log-probs in nats of each token, [n], by the names "student" and "teacher".
+        """Return the log-probs [n] of the tokens of a batch, in nats, by the names "student" and
+        "teacher".
 
-        Without "teacher" if there is no teacher; empty if the teacher has other tokens.
+        Without a teacher, only "student" is returned. If the teacher has another tokenizer, the
+        result is empty.
         """
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Settings for sampled held-out answers instead of greedy answers.
+    """The settings of sampled answers to held-out prompts. Without them, the answers are greedy.
 
-    count: answers per prompt. seed: the seed of the job. Answer n of prompt i has the rollout
-    number first - (i * count + n), for any number of processes.
+    - count: the number of answers per prompt.
+    - seed: the seed of the job.
+    - first: the number of the first rollout. Answer n of prompt i is rollout number first - (i *
+      count + n). The numbers are therefore the same for any number of processes.
     """
 
     count: int
@@ -70,7 +77,10 @@ class Samples:
 
 
 class TaskEvaluation:
-    """Scores answers to fixed prompts, greedy or sampled, by exact match and the job's reward."""
+    """Samples answers to fixed prompts, and scores them by exact match and by the job's reward.
+
+    The answers are greedy or sampled.
+    """
 
     def __init__(
         self,
@@ -83,10 +93,12 @@ class TaskEvaluation:
         rollout_rewards: RolloutRewards | None = None,
         samples: Samples | None = None,
     ) -> None:
-        """`prompts` are the prompts of all processes; this process uses its share.
+        """Select the prompts of this process, and store the settings.
 
-        `use_exact_match`: whether to compare answers with the references. `rollout_rewards`: the
-        job's reward, or None. `samples`: None for one greedy answer per prompt.
+        - prompts: the prompts of all processes.
+        - use_exact_match: whether to compare the answers with the reference answers.
+        - rollout_rewards: computes the rewards; None if the job has no reward.
+        - samples: the settings of sampled answers; None: one greedy answer per prompt.
         """
         self._prompts = list(enumerate(prompts))[
             accelerator.process_index :: accelerator.num_processes
@@ -101,12 +113,14 @@ class TaskEvaluation:
     def __call__(self) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
         """Sample and score the answers to this process's prompts.
 
-        Call this object inside `student.gathered()` if the trainer's process samples. Returns:
+        Returns three values:
 
-        - [2, 2] float64: (number of right answers, number of compared answers), and (sum, number)
-          of the finite rewards
+        - a float64 tensor [2, 2]: (number of right answers, number of compared answers), and (sum,
+          number) of the finite rewards
         - the moments of the rewards, see `compute_moments`
-        - the transcripts of the first answers to the first 8 prompts
+        - the transcripts of the first answer to each of the first 8 prompts
+
+        If this process samples the answers itself, call this object inside `student.gathered()`.
         """
         prompts = [prompt for _, prompt in self._prompts for _ in range(self._samples_per_prompt)]
         answers = self._sample_answers(prompts)
@@ -129,7 +143,7 @@ class TaskEvaluation:
         )
 
     def _sample_answers(self, prompts: Sequence[Prompt]) -> list[tuple[Rollout, str]]:
-        """Return the rollouts of the prompts, and their texts."""
+        """Return (rollout, text of the answer) for each of `prompts`."""
         settings = self._sample_settings
         if settings is None:
             return greedy_answers(self._rollouts, self._tokenizer, prompts)
@@ -163,7 +177,9 @@ class TaskEvaluation:
 
 
 class Evaluation:
-    """Measures held-out sequences and, if the job has one, runs the task evaluation."""
+    """The evaluation of a job: measures the student on held-out sequences and, for a job with a
+    task evaluation, on the task.
+    """
 
     def __init__(
         self,
@@ -176,11 +192,13 @@ class Evaluation:
         samples: bool,
         tokens_per_micro_batch: int,
     ) -> None:
-        """`held_out`: returns this process's held-out sequences.
+        """Store the parts of the evaluation.
 
-        The sequences must be the same every time, so that evaluations at different steps are
-        comparable. `task_evaluation`: None if the job has none. `samples`: whether `held_out` or
-        `task_evaluation` samples in this process, which needs the full weights.
+        - held_out: returns this process's held-out sequences. They must be the same in each call,
+          so that evaluations at different steps are comparable.
+        - task_evaluation: None if the job has no task evaluation.
+        - samples: whether `held_out` or `task_evaluation` samples in this process. Sampling needs
+          the full weights.
         """
         self._accelerator = accelerator
         self._objective = objective
@@ -193,11 +211,11 @@ class Evaluation:
     def __call__(
         self, student: Replicated | Sharded
     ) -> tuple[dict[str, float], list[dict[str, Any]], list[dict[str, Any]]]:
-        """Collective. Evaluate `student`, which stays in eval mode.
+        """Collective. Evaluate the student. Leaves the student in evaluation mode.
 
-        Returns the metrics over all processes, and of this process transcripts of a few answers and
-        the records of `_describe_tokens` of a few held-out sequences. A DistillError of one rank is
-        raised on all ranks.
+        Returns the metrics over all processes, and two lists of this process: the transcripts of a
+        few answers, and the records (`_describe_tokens`) of a few held-out sequences. If one rank
+        raises a DistillError, the error is raised on all ranks.
         """
         sums, spreads, transcripts, tokens = self._measure(student)
         device = self._accelerator.device
@@ -218,10 +236,12 @@ class Evaluation:
     def _measure(
         self, student: Replicated | Sharded
     ) -> tuple[Tensor, Tensor, list[dict[str, Any]], list[dict[str, Any]]]:
-        """Collective. Return this process's sums, moments, transcripts and records of tokens.
+        """Collective. Return four values of this process:
 
-        Sums: (sum, number) of each metric, [len(_HELD_OUT_METRICS) + 2, 2]. Moments: of each metric
-        in _SELECTION_METRICS, [4, 4]. Both are float64.
+        - float64 [len(_HELD_OUT_METRICS) + 2, 2]: (sum, number) of each metric
+        - float64 [4, 4]: the moments of each metric in _SELECTION_METRICS
+        - the transcripts of a few answers
+        - the records of the tokens of a few held-out sequences
         """
         sums = torch.zeros(len(_HELD_OUT_METRICS) + 2, 2, dtype=torch.float64)
         spreads = torch.zeros(len(_SELECTION_METRICS), 4, dtype=torch.float64)
@@ -240,8 +260,9 @@ class Evaluation:
     def _measure_held_out(
         self, student: Replicated | Sharded, held_out: Sequence[PendingRows]
     ) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
-        """Collective. Return the sums and moments of the held-out metrics, and records of tokens;
-        see `_measure`.
+        """Collective. Return the sums, the moments and the token records of the held-out sequences.
+
+        See `_measure` for the values. The values of the task evaluation are not included.
         """
         tokens: list[dict[str, Any]] = []
         sums = torch.zeros(len(_HELD_OUT_METRICS), 2, dtype=torch.float64)
@@ -290,8 +311,10 @@ class Evaluation:
     ) -> dict[str, Any]:
         """Return the log-probs of the learned tokens of a sequence as a JSON record.
 
-        `prompt`: the end of the text before the completion. `tokens`: the texts of the first 512
-        learned tokens; `student` and, with a teacher, `teacher`: their log-probs in nats.
+        - prompt: the end of the text before the completion.
+        - tokens: the texts of the first 512 learned tokens.
+        - student: the student's log-probs of these tokens, in nats.
+        - teacher: the teacher's log-probs of these tokens, in nats; only with a teacher.
         """
         ids = sequence.token_ids[sequence.places[:_WRITTEN_TOKENS]].tolist()
         return {
@@ -305,9 +328,11 @@ class Evaluation:
 
 
 def compute_moments(sums: Tensor, counts: Tensor) -> Tensor:
-    """Return [4] float64: sum of x^2, of x n, of n^2, and the number of sequences with n > 0.
+    """Return a float64 tensor [4]: the sums of x^2, x n and n^2 over all sequences, and their
+    number.
 
-    `sums` [S]: x, the sum over one sequence. `counts` [S]: n, the number of summed values.
+    `sums` [S]: x, the sum of a metric over the tokens of each sequence. `counts` [S]: n, the number
+    of these tokens. The number of sequences counts only those with n > 0.
     """
     sequences = (counts > 0).sum().to(sums.dtype)
     return torch.stack([sums @ sums, sums @ counts, counts @ counts, sequences])
@@ -316,12 +341,12 @@ def compute_moments(sums: Tensor, counts: Tensor) -> Tensor:
 def standard_error(
     total: float, count: float, xx: float, xn: float, nn: float, sequences: float
 ) -> float:
-    """Return the standard error of the mean total / count over sequences drawn independently.
+    """Return the standard error of the mean `total / count` over independent sequences.
 
-    The tokens of a sequence are not independent, so the sequence is the unit: the result is the
-    error of a ratio estimator (Cochran, Sampling Techniques, 1977, section 6.4), with S / (S - 1)
-    for the variance of S sequences. `xx` to `sequences`: the values of `compute_moments`; at least
-    2 sequences.
+    The tokens of one sequence are not independent, but the sequences are. The result is therefore
+    the error of a ratio estimator (Cochran, Sampling Techniques, 1977, section 6.4), with the
+    factor S / (S - 1) for the variance of S sequences. `xx`, `xn`, `nn` and `sequences` are the
+    four values of `compute_moments`. There must be at least 2 sequences.
     """
     mean = total / count
     squares = max(xx - 2 * mean * xn + mean**2 * nn, 0.0)
@@ -331,15 +356,19 @@ def standard_error(
 def greedy_answers(
     rollouts: Rollouts, tokenizer: Any, prompts: Sequence[Prompt]
 ) -> list[tuple[Rollout, str]]:
-    """Return the greedy rollout of each prompt (always the most likely token) and its text."""
+    """Return (greedy rollout, text of the answer) for each prompt.
+
+    Greedy sampling always takes the most likely token.
+    """
     batches = rollouts.generate(prompts, [0] * len(prompts), seed=0, greedy=True)
     return [(rollout, rollout.answer_text(tokenizer)) for batch in batches for rollout in batch]
 
 
 def write_samples(folder: Path, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-    """Write records of an evaluation to step-N.jsonl in `folder`, one JSON object per line.
+    """Write records of an evaluation to the file step-N.jsonl in `folder`, one JSON object per
+    line.
 
-    `folder`: `samples` of the run directory for transcripts, `token_logprobs` for records of
+    `folder`: in the run directory, `samples` for transcripts or `token_logprobs` for records of
     tokens. Raises WrongState if a newer attempt has taken over the run.
     """
     folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The interface of a method for the trainer, and the updates of a step."""
+"""The parts of a method that the trainer uses, and the updates of a step."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ log = logging.getLogger(__name__)
 
 
 class Watch(Protocol):
-    """Reads the metrics of each step, and logs a warning if they indicate a fault."""
+    """Checks the metrics of each step, and logs a warning if they show a fault."""
 
     @property
     def note(self) -> str:
-        """A short text for the phase of the job; "" if there is no fault."""
+        """The text about the fault that the phase of the job shows; "" if there is no fault."""
 
     def see(self, step: int, metrics: Mapping[str, float]) -> None:
         """Check the metrics of `step`."""
@@ -48,14 +48,14 @@ class Method:
     """The parts of a method that the trainer uses.
 
     - objective: the loss and the metrics of a micro-batch.
-    - steps: returns this process's sequences of a step.
-    - evaluation: the held-out evaluation.
+    - steps: a function that returns this process's sequences of a step.
+    - evaluation: the evaluation on held-out data.
     - anchor: None if the job has no anchor.
-    - critic: None if advantages come from groups.
-    - facts: values for state.json of every checkpoint. A resumed offline run compares the identity
-      of its store with these values.
-    - rollouts_ahead: None if the trainer's processes sample.
-    - watches: the watches of the main process.
+    - critic: None if the job computes advantages without a critic.
+    - facts: texts by name that every checkpoint stores in state.json. For example, a resumed
+      offline run compares the identity of its store with the stored one.
+    - rollouts_ahead: None if the trainer's processes sample the rollouts.
+    - watches: the watches of this method. They run in the main process.
     """
 
     objective: Objective
@@ -72,9 +72,9 @@ class Method:
 class UpdateSums:
     """The sums of the metrics of an update.
 
-    - sums: (sum, number) of each metric in this process, on its device.
-    - totals: (sum, number) of the metrics that are computed on the host, over all processes.
-    - weight: the sum of the weights of all answers.
+    - sums: (sum, number) of each metric over the sequences of this process, on its device.
+    - totals: (sum, number), over all processes, of each metric that the host computes.
+    - weight: the sum of the weights of all answers, over all processes.
     """
 
     sums: Mapping[str, Tensor]
@@ -84,8 +84,8 @@ class UpdateSums:
     def read_means(self, accelerator: Accelerator, norm: Tensor) -> dict[str, float]:
         """Collective. Return the mean of each metric over all processes.
 
-        `norm`: of the gradient, a scalar on the device, equal in all processes. The host waits for
-        the device here, once per update.
+        `norm`: the norm of the gradient, a scalar on the device, with the same value in all
+        processes. The host waits for the device here, once per update.
         """
         norm_sum = torch.stack([norm, norm.new_ones(())])
         totals = sum_over_ranks(accelerator, {**self.sums, "grad_norm": norm_sum})
@@ -93,7 +93,7 @@ class UpdateSums:
         return compute_means({**totals, **self.totals})
 
     def list_ranks_not_finite(self, accelerator: Accelerator) -> list[int]:
-        """Collective. Return the ranks whose own loss is not finite."""
+        """Collective. Return the ranks whose own loss is infinite or NaN."""
         is_finite = self.sums["loss"].isfinite().all().int().reshape(1)
         flags = accelerator.gather(is_finite).tolist()
         return [rank for rank, flag in enumerate(flags) if not flag]
@@ -101,10 +101,10 @@ class UpdateSums:
 
 @dataclass(eq=False)
 class Learner:
-    """Updates the student, then the anchor, with the sequences of an update.
+    """Updates the student and then the anchor, if the job has one.
 
-    skipped_updates: consecutive skipped updates up to the last update. has_tokens: whether a token
-    has contributed to the gradients.
+    - skipped_updates: the number of consecutive skipped updates up to now.
+    - has_tokens: whether the last gradient contains the loss of at least one token.
     """
 
     config: TrainingJob
@@ -117,9 +117,10 @@ class Learner:
     has_tokens: bool = True
 
     def learn(self, step: int, pending: Sequence[PendingRows], rate: float) -> dict[str, float]:
-        """Collective. Run an update of `step` with learning rate `rate`, and return its metrics.
+        """Collective. Run one update of step `step`, and return the metrics of the update.
 
-        Raises Corrupt as `update` does.
+        `pending`: this process's sequences. `rate`: the learning rate. Raises Corrupt in the same
+        case as `update`.
         """
         sums, wait_seconds = self.add_gradients(pending)
         learned_at = time.monotonic()
@@ -137,10 +138,11 @@ class Learner:
         return {**means, "grad_norm/skipped": float(is_skipped), **seconds}
 
     def add_gradients(self, pending: Sequence[PendingRows]) -> tuple[UpdateSums, float]:
-        """Collective. Add up the gradients of the mean loss over all processes.
+        """Collective. Compute the gradients of the mean loss over all processes, and add them up.
 
-        Returns the sums of the metrics, and the seconds spent waiting for rows. The host does not
-        read the sums from the device. With one process, it does not wait for the device at all.
+        Returns the sums of the metrics, and the seconds that this process waited for rows. The host
+        does not read the sums from the device. With a single process, the host does not wait for
+        the device at all.
         """
         flops = torch.tensor([self.efficiency.flops(pending), 0], dtype=torch.float64)
         lengths = sum_over_ranks(self.accelerator, {**count_lengths(pending), "flops": flops})
@@ -175,11 +177,10 @@ class Learner:
         return UpdateSums(sums, totals, max(weight_sum, 1.0)), wait_seconds
 
     def _add_batch(self, batch: Batch, scale: float, *, last: bool) -> dict[str, Tensor]:
-        """Collective. Compute the loss of a batch, and add `scale` times its gradient to the
-        gradients of earlier batches.
+        """Collective. Compute the loss of a batch.
 
-        `last`: whether this is the last batch of an update; see `Replicated.synchronized`. Returns
-        (sum, number) of each metric.
+        Add its gradient, times `scale`, to the gradients. `last`: whether this is the last batch of
+        an update; see `Replicated.synchronized`. Returns (sum, number) of each metric.
         """
         objective = self.method.objective
         with self.student.synchronized(is_last=last):
@@ -192,17 +193,23 @@ class Learner:
         }
 
     def _wait_for_rows(self, group: list[PendingRows]) -> list[ScoredSequence]:
-        """Collective. Wait until every rank has the rows of its micro-batch, and return them."""
+        """Collective. Wait for the rows of this process's micro-batch, and return its scored
+        sequences.
+
+        An error of one rank is raised on all ranks.
+        """
         return raise_on_all_ranks(self.accelerator, lambda: [item.wait() for item in group])
 
     def update(self, step: int, rate: float, norm: float, ranks: Sequence[int] = ()) -> None:
-        """Update the weights. `norm`: of the gradient before clipping. `ranks`: those whose loss is
-        not finite, for the error.
+        """Update the weights, or skip the update.
 
-        An update is skipped on all ranks if the gradient is not finite, or if no token is learned
-        because all are masked or have weight 0. In RL, a zero gradient counts as an update, because
-        rewards may be equal. Raises Corrupt after more than `train.max_skipped_updates` skipped
-        updates in a row.
+        - norm: the norm of the gradient before clipping.
+        - ranks: the ranks whose loss is infinite or NaN, for the error message.
+
+        All ranks skip the update if the gradient is not finite. They also skip it if no token is
+        learned, because all tokens are masked or have weight 0. In RL, an update with a zero
+        gradient is not skipped, because all rewards of a group may be equal. Raises Corrupt after
+        more than `train.max_skipped_updates` consecutive skipped updates.
         """
         set_learning_rate(self.optimizer, rate)
         is_finite = math.isfinite(norm)

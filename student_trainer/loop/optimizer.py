@@ -1,4 +1,4 @@
-"""The optimizer of the student's trainable weights, its learning rate, and gradient clipping."""
+"""The optimizer of the student's trainable weights, the learning rate, and gradient clipping."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 def make_optimizer(settings: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
     """Return AdamW (arXiv 1711.05101) for the trainable weights of `model`.
 
-    The fused kernel reads and writes each element once. On a CPU, an update takes a quarter of the
-    time of PyTorch's default. `settings.optimizer` = "adamw_8bit" stores the moments in 8 bits
-    (`adamw_8bit.py`).
+    The fused kernel reads and writes each element once. On a CPU, its update takes a quarter of the
+    time of PyTorch's default kernel. If `settings.optimizer` is "adamw_8bit", the moments are
+    stored in 8 bits (`adamw_8bit.py`).
     """
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options: dict[str, Any] = {
@@ -52,9 +52,11 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def learning_rate(train: TrainConfig, step: int, max_steps: int) -> float:
-    """Return the rate of `step` (from 1). A pure function, so a resume needs no scheduler state.
+    """Return the learning rate of `step`, which is at least 1.
 
-    `train.learning_rate` is the peak; linear and cosine reach almost zero at `max_steps`.
+    The result depends only on the arguments, so a resumed run needs no scheduler state.
+    `train.learning_rate` is the largest rate. At `max_steps`, the schedules "linear" and "cosine"
+    have almost reached zero.
     """
     if step <= train.warmup_steps:
         return train.learning_rate * step / train.warmup_steps
@@ -69,7 +71,7 @@ def learning_rate(train: TrainConfig, step: int, max_steps: int) -> float:
 
 
 def schedule_warning(train: TrainConfig, max_steps: int) -> str:
-    """Return a sentence if the run ends within its warm-up, otherwise ""."""
+    """Return a warning if the warm-up is longer than the run, otherwise ""."""
     if train.warmup_steps <= max_steps:
         return ""
     last = learning_rate(train, max_steps, max_steps)
@@ -80,10 +82,12 @@ def schedule_warning(train: TrainConfig, max_steps: int) -> str:
 
 
 def warn_of_schedule(train: TrainConfig, max_steps: int, last: Point | None) -> None:
-    """Log a warning if the run ends within its warm-up, or if a resumed run has another schedule.
+    """Log a warning if the warm-up is longer than the run, or if the schedule of a resumed run
+    changed.
 
-    `last`: the last step before this attempt. If `max_steps` or a key of `train` has changed, its
-    learning rate differs from that of the current schedule.
+    `last`: the metrics of the last step before this attempt; None for a new run. If `max_steps` or
+    a key of `train` has changed, their learning rate differs from the rate of the current schedule
+    at this step.
     """
     if warning := schedule_warning(train, max_steps):
         log.warning("%s", warning)
@@ -103,9 +107,9 @@ def warn_of_schedule(train: TrainConfig, max_steps: int, last: Point | None) -> 
 def clip_gradients(student: Replicated | Sharded, max_norm: float) -> Tensor:
     """Collective. Scale the gradients of `student`, in place, to a norm of at most `max_norm`.
 
-    Returns the norm before clipping, over the weights of all processes: a scalar on the device, for
-    which the host does not wait. With tensor parallelism, the gradients of weights that a group
-    does not divide are first averaged over the processes of the group.
+    Returns the norm of all gradients before the scaling, over all processes. The norm is a scalar
+    on the device, and the host does not wait for it. With tensor parallelism, the gradients of
+    weights that are not divided in a group are first averaged over the group.
     """
     weights = [weight for weight in student.trained.parameters() if weight.grad is not None]
     gradients = [weight.grad for weight in weights if weight.grad is not None]
@@ -121,7 +125,7 @@ def clip_gradients(student: Replicated | Sharded, max_norm: float) -> Tensor:
 
 
 def _compute_norm(student: Sharded, gradients: Sequence[Tensor]) -> Tensor:
-    """Collective. Return the norm of sharded gradients."""
+    """Collective. Return the norm of the full gradients, of which this process has the shards."""
     squares = torch.zeros(1, dtype=torch.float64, device=student.device)
     for gradient in gradients:
         if student.counts_share_of(gradient):

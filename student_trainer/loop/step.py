@@ -1,4 +1,7 @@
-"""The inputs of the trainer: the sequences of a step and the objective, and the metrics of both."""
+"""The interfaces between a method and the trainer: the sequences of a step, and the objective.
+
+This module also computes the means of the metrics.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,12 @@ _SD = re.compile(r"topk/(\w+_)?gradient_sd")
 
 @dataclass(frozen=True)
 class Step:
-    """This process's share of a step.
+    """The sequences of a step in this process, and the metrics of sampling them.
 
-    - updates: the sequences of each optimizer update, in the order of the updates.
-    - metric_sums: metrics as tensors (sum, number) on the CPU, which the trainer sums over all
-      processes; the names must be equal on all ranks.
-    - seconds: metrics `time/...` in seconds; only the main process logs them.
+    - updates: for each optimizer update, in order, its sequences.
+    - metric_sums: (sum, number) of each metric as a tensor on the CPU. The trainer adds them up
+      over all processes, so the names must be the same on all ranks.
+    - seconds: the metrics `time/...`, in seconds. Only the main process logs them.
     """
 
     updates: Sequence[Sequence[PendingRows]]
@@ -42,37 +45,44 @@ Steps = Callable[[int], Step]
 
 
 def one_update(of_step: Callable[[int], list[PendingRows]]) -> Steps:
-    """Return a source of steps with one optimizer update each. `of_step`: returns the sequences of
-    a step.
+    """Return a source of steps with a single optimizer update each.
+
+    `of_step`: a function that returns the sequences of a step.
     """
     return lambda step: Step([of_step(step)])
 
 
 class Objective(Protocol):
-    """The objective to minimise: a loss of each token, which the trainer averages."""
+    """The objective that training minimises: a loss of each token, which the trainer averages."""
 
     @property
     def temperature(self) -> float:
-        """Temperature of the student's distribution: its logits are divided by it."""
+        """The temperature of the student's distribution. The student's logits are divided by it."""
 
     @property
     def needs_all_rows(self) -> bool:
-        """Whether the loss needs all rows of a batch at once; costs one more matrix product."""
+        """Whether the loss needs all rows of a batch in one call.
+
+        This costs one more matrix product.
+        """
 
     def batch(
         self, scored_sequences: Sequence[ScoredSequence], device: torch.device, layout: Layout
     ) -> Batch:
-        """Build the tensors of one micro-batch on `device`. For `layout`, see `make_batch`."""
+        """Return the tensors of one micro-batch on `device`. See `make_batch` for `layout`."""
 
     def loss(self, batch: Batch) -> LossFunction:
-        """Return the loss of the batch as a function of the student's rows: one term per token."""
+        """Return the loss of a batch: a function from the student's rows to one value per token."""
 
     def metrics(self, batch: Batch, out: FusedLoss) -> dict[str, Tensor]:
-        """Return (sum, number) of each metric, under the same names for every batch."""
+        """Return (sum, number) of each metric. The names must be the same for every batch."""
 
 
 def count_lengths(pending: Sequence[PendingRows]) -> dict[str, Tensor]:
-    """Return (sum, number) of sequence lengths, truncated rollouts and answer weights."""
+    """Return (sum, number) of the sequence lengths and of the truncated rollouts, by metric.
+
+    The entry "counted" is the sum of the sequences' weights in the mean loss.
+    """
     rollouts = [item.sequence for item in pending if isinstance(item.sequence, Rollout)]
     tokens = sum(item.sequence.learned for item in pending)
     return {
@@ -89,8 +99,9 @@ def sum_over_ranks(
 ) -> dict[str, tuple[float, float]]:
     """Collective. Return (sum, number) of each metric over all processes.
 
-    `sums`: on one device. The host waits for the device once; not at all for sums of a single
-    process on the CPU.
+    `sums`: (sum, number) of each metric of this process. All tensors must be on one device. The
+    host waits for the device once. It does not wait if there is a single process and the tensors
+    are on the CPU.
     """
     total = torch.stack([value.double() for value in sums.values()])
     if accelerator.num_processes > 1:
@@ -102,15 +113,19 @@ def sum_over_ranks(
 
 
 def compute_means(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Return the mean of each metric; the root of the mean for `topk/..gradient_sd`."""
+    """Return the mean of each metric from its (sum, number).
+
+    For a metric `topk/..gradient_sd`, returns the square root of the mean.
+    """
     means = {name: total / count for name, (total, count) in totals.items() if count}
     return {name: mean**0.5 if _SD.fullmatch(name) else mean for name, mean in means.items()}
 
 
 def combine_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over the updates; for tokens, flops and seconds the sum.
+    """Return the metrics of a step from the metrics of its updates.
 
-    Non-finite values are ignored, unless all values are non-finite.
+    The result is the sum for tokens, flops and seconds, and the mean for all other metrics. Values
+    that are not finite are ignored if any value of the metric is finite.
     """
     means = {}
     for name in updates[0]:

@@ -1,20 +1,22 @@
 """The training loop.
 
-A step is a pure function of (weights, optimizer state, anchor, critic, seed, step number) and, with
-`rollouts.lag`, of rollouts that earlier weights sampled. A checkpoint contains all of these, so a
-killed and resumed run is bit-identical to an uninterrupted one; only the count of consecutive
-skipped updates, which ends a run, restarts. A step has one optimizer update; in RL
-`method.updates_per_step` in each of `method.epochs_per_step` epochs.
+A step depends only on the weights, optimizer state, anchor, critic, seed and step number; with
+`rollouts.lag`, it also depends on rollouts that earlier weights sampled. A checkpoint contains all
+of these. A killed and resumed run is therefore bit-identical to an uninterrupted run, with one
+exception: the count of consecutive skipped updates, which can end a run, restarts at 0. A step has
+one optimizer update. In RL, a step has `method.epochs_per_step` epochs with
+`method.updates_per_step` updates each.
 
-For each step the trainer gets the sequences from the method (`steps`), splits them into
-micro-batches, waits for the teacher's rows of one micro-batch at a time, adds up the gradients, and
-updates the student, then the anchor. It saves, evaluates and logs at the job's intervals.
+In each step, the trainer gets the sequences from the method (`steps`) and splits them into
+micro-batches. For one micro-batch at a time, it waits for the teacher's rows and adds up the
+gradients. Then it updates the student, and after it the anchor. The trainer saves, evaluates and
+logs at the intervals of the job.
 
-The state of a step is copied for its checkpoint before the step is evaluated, so that a failed
-evaluation loses no step. The checkpoint then contains the metrics of its step. If metrics.jsonl
-lacks the line of that step, an attempt that resumes repeats the evaluation and writes the line.
-Checkpoints are written during training (`saver.py`). The last checkpoint is completed before the
-run ends.
+If a step is saved and evaluated, its state is copied for the checkpoint before the evaluation. A
+failed evaluation therefore loses no step. The checkpoint then contains the metrics of its step. If
+metrics.jsonl lacks the line of that step, an attempt that resumes repeats the evaluation and writes
+the line. Checkpoints are written while training continues (`saver.py`). The last checkpoint is
+complete before the run ends.
 """
 
 from __future__ import annotations
@@ -60,12 +62,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Trainer:
-    """Runs the steps of a job from the last finished step to the verdict.
+    """Runs the steps of a job, from the step after the last finished one to the verdict.
 
     - step: the last finished step; 0 for a new run.
-    - metrics: None except in the main process.
+    - metrics: the metrics log; None in other processes than the main process.
     - resumed_metrics: the metrics of `step`, if its checkpoint contains them.
-    - source_files: as `read_source_files` returned them; {} except in the main process.
+    - source_files: the result of `read_source_files`; {} in other processes than the main process.
     """
 
     config: AnyTraining
@@ -106,12 +108,13 @@ class Trainer:
             self.watches.append(HeadWatch(read_points(self.run.metrics)))
 
     def train(self) -> Verdict:
-        """Collective. Train to `max_steps`, then export the model; return the verdict.
+        """Collective. Train until `max_steps`, export the model, and return the verdict.
 
-        Returns "succeeded", or "cancelled" if a stop of the run was requested. If an evaluation
-        raises a DistillError, or if a step raises a DistillError before the step changes a weight,
-        this method saves a checkpoint of the last finished step and raises the error. All
-        checkpoints are then complete.
+        The verdict is "succeeded", or "cancelled" if a stop of the run was requested. All
+        checkpoints are complete when this method returns or raises a DistillError.
+
+        Raises the DistillError of a failed evaluation or step. Before that, this method saves a
+        checkpoint of the last finished step, unless the failed step has already changed a weight.
         """
         try:
             return self._train()
@@ -179,14 +182,18 @@ class Trainer:
         return self.step == self.config.max_steps or self.step % interval == 0
 
     def _is_unlogged(self) -> bool:
-        """Collective. Return whether metrics.jsonl lacks the line of the last finished step."""
+        """Collective. Return whether metrics.jsonl lacks the line of step `self.step`."""
         is_unlogged = self.metrics is not None and (
             self.metrics.last is None or self.metrics.last.step != self.step
         )
         return bool(max_over_ranks(self.accelerator, int(is_unlogged)))
 
     def _evaluate_and_log(self, metrics: Mapping[str, float]) -> None:
-        """Collective. Evaluate the last finished step if it is due, and write its line."""
+        """Collective. Write the metrics of the last finished step to metrics.jsonl.
+
+        At the interval `eval.every` and after the last step, first evaluate the student, and add
+        the metrics of the evaluation.
+        """
         if not self._is_due(self.config.eval.every):
             self._log(metrics)
             return
@@ -288,9 +295,11 @@ class Trainer:
         self.progress.say(f"training ({note})" if note else "training", self.step)
 
     def _save(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Collective. Start to write the checkpoint of the last finished step, unless it exists.
+        """Collective. Start to write the checkpoint of the last finished step, unless it already
+        exists.
 
-        `metrics` are the metrics of this step, if metrics.jsonl does not contain them yet.
+        `metrics`: the metrics of this step if metrics.jsonl does not contain them yet, otherwise
+        None.
         """
         if self.step == self._saved_step:
             return
@@ -303,21 +312,27 @@ class Trainer:
         self._saved_step = self.step
 
     def _finish_saving(self) -> None:
-        """Collective. Wait until the last checkpoint is complete and old ones are deleted."""
+        """Collective. Wait until the last checkpoint is complete, and delete old checkpoints."""
         if self._saver.is_writing:
             self.progress.say("saving", self.step)
         self._saver.finish()
         self._delete_old()  # now that the last evaluation is known
 
     def _delete_old(self) -> None:
-        """In the main process, delete all checkpoints except the newest and the best."""
+        """Delete all checkpoints except the newest ones and the best one.
+
+        Only the main process does this.
+        """
         if self.metrics is not None:
             best = best_step(self.metrics.evaluations, self.run.checkpoint_steps())
             delete_old(self.run.checkpoints, self.config.checkpoint.keep, best=best)
             self.copies.begin()
 
     def _export(self) -> None:
-        """Collective. Write the export. If a weight exceeds the range of float16, use bfloat16."""
+        """Collective. Write the export in the dtype of the job.
+
+        If a weight exceeds the range of float16, the export is in bfloat16 instead.
+        """
         self.progress.say("exporting", self.step)
         dtype = getattr(torch, self.config.export.dtype)
         try:
@@ -342,7 +357,7 @@ class Trainer:
 
 
 def _require_finite(metrics: Mapping[str, float]) -> None:
-    """Raise InvalidInput if the student has non-finite log-probs before training."""
+    """Raise InvalidInput if the first evaluation, before any training, has given NaN."""
     for name in ("eval/kl", "eval/cross_entropy", "eval/entropy"):
         if math.isnan(metrics.get(name, 0.0)):
             raise InvalidInput(

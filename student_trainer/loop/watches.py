@@ -1,4 +1,6 @@
-"""Warnings of a run: truncated answers, zero gradients, equal rewards, drift of anchor or head."""
+"""Watches, which log warnings of a run: truncated answers, zero gradients, equal rewards, an
+unstable anchor, and a lost head mass.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ _CUT_SHARE = 0.2  # the share of cut answers, in several steps
 
 
 class RewardWatch:
-    """Logs one warning if all groups of several consecutive steps have equal rewards.
+    """Logs one warning if, in several consecutive steps, each group of answers has equal rewards.
 
-    The advantages of such a step are 0, and so is its policy gradient. Its forward and backward
-    passes still run, to measure the entropy, the ratio and the KLs.
+    The advantages of such a step are 0, and so is its policy gradient. The forward and backward
+    passes of the step still run, to measure the entropy, the ratio and the KLs.
     """
 
     def __init__(self) -> None:
@@ -34,7 +36,7 @@ class RewardWatch:
         self._warned = False
 
     def see(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Check reward/flat_groups of `step`."""
+        """Check the metric reward/flat_groups of `step`."""
         if metrics.get(_FLAT) != 1.0:
             self._flat_since = None
             return
@@ -53,7 +55,7 @@ class RewardWatch:
 
     @property
     def note(self) -> str:
-        """A short text for the phase of the job; "" if there is no fault."""
+        """The text about the fault that the phase of the job shows; "" if there is no fault."""
         if self._flat_since is None or self._last_flat_step - self._flat_since + 1 < _STEPS:
             return ""
         return f"all rewards equal since step {self._flat_since}"
@@ -62,31 +64,32 @@ class RewardWatch:
 def contraction(
     *, tau: float, update_period: int, learning_rate: float, beta: float, curvature: float
 ) -> float:
-    """Return tau |1 - alpha beta lambda|^P, the factor of the gap after one period.
+    """Return the factor by which the gap between student and anchor changes in one anchor period.
 
-    If student (theta) and anchor (phi) are nearly equal, the gap d = theta - phi follows
+    The factor is tau |1 - alpha beta lambda|^P. Let theta be the student, phi the anchor, and d =
+    theta - phi the gap. While the gap is small, it follows
 
         d <- (1 - alpha beta lambda) d + alpha g     with each update of the student
         d <- tau d                                   with each update of the anchor, every P updates
 
-    where alpha is the learning rate, beta the weight of the KL, lambda the curvature of the KL and
-    g the rest of the gradient. The gap is stable if the factor is below 1.
+    alpha is the learning rate, beta is the weight of the KL, lambda is the curvature of the KL, and
+    g is the rest of the gradient. The gap is stable if the factor is below 1.
     """
     return float(tau * abs(1 - learning_rate * beta * curvature) ** update_period)
 
 
 class StabilityWatch:
-    """Logs one warning if the metrics of a step indicate an unstable gap to the anchor.
+    """Logs one warning if the gap between student and anchor may be unstable; see `contraction`.
 
-    The estimate is local and rough. The curvature lambda is the curvature along the gap, 2 KL /
-    |d|^2. AdamW's effective rate is at most its longest step, alpha sqrt(n) for n weights, divided
-    by the norm of the gradient.
+    The factor is a rough estimate from the metrics of a single step. The curvature lambda is
+    measured along the gap d: 2 KL / |d|^2. The learning rate alpha of the estimate is an upper
+    bound of the effective rate of AdamW: lr sqrt(n) / |gradient| for n weights.
     """
 
     note = ""  # nothing for the phase of the job
 
     def __init__(self, config: RLJob, anchor: Anchor) -> None:
-        """Collective: measures the norm of the anchor."""
+        """Collective. Store the settings, and measure the norm of the anchor."""
         self._tau, self._period = config.anchor.tau, config.anchor.update_period
         self._beta = config.method.beta
         self._anchor_norm, self._sqrt_elements = anchor.size(), math.sqrt(anchor.elements)
@@ -94,7 +97,9 @@ class StabilityWatch:
         self._warned = False
 
     def see(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Check the metrics of `step`. Requires anchor/gap, anchor/version, grad_norm and lr."""
+        """Check the metrics of `step`, which must include anchor/gap, anchor/version, grad_norm and
+        lr.
+        """
         distance = metrics["anchor/gap"] * self._anchor_norm
         if metrics["anchor/version"] != self._version:
             # The KL was measured before the anchor moved; the move multiplied the gap by tau.
@@ -121,21 +126,24 @@ class StabilityWatch:
 
 
 class HeadWatch:
-    """Logs one warning if the student's head mass falls below half of its first value.
+    """Logs one warning if the student's probability of the head ids falls below half of its first
+    value.
 
-    Each attempt warns once, so the log of a resumed run also contains the warning.
+    Each attempt logs the warning once. The log of a resumed run therefore contains the warning too.
     """
 
     note = ""  # nothing for the phase of the job
 
     def __init__(self, history: Iterable[Point]) -> None:
-        """`history`: metrics before this attempt; their first head mass is the reference."""
+        """Read the first value of topk/student_mass from `history`, the metrics before this
+        attempt.
+        """
         masses = (point.metrics.get(_MASS) for point in history)
         self._reference_mass = next((mass for mass in masses if mass is not None), None)
         self._warned = False
 
     def see(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Check topk/student_mass of `step`; does nothing if the metric is missing."""
+        """Check the metric topk/student_mass of `step`. Does nothing if the metric is missing."""
         mass = metrics.get(_MASS)
         if mass is None or not math.isfinite(mass) or self._warned:
             return
@@ -154,10 +162,12 @@ class HeadWatch:
 
 
 class LearningWatch:
-    """Logs a warning for truncated answers, and another for zero gradients, over several steps.
+    """Logs one warning if many answers of several steps are truncated, and one if their gradients
+    are 0.
 
-    A truncated answer has no end token to learn. The gradient is zero if no token is learned,
-    because all tokens are masked or have weight 0, or if all rewards of a group are equal.
+    A truncated answer has no end token from which the student could learn to stop. A gradient is 0
+    if no token is learned, because all tokens are masked or have weight 0. It is also 0 if all
+    rewards of each group are equal.
     """
 
     def __init__(self, config: AnyTraining) -> None:
@@ -168,7 +178,7 @@ class LearningWatch:
         self._warned = set[str]()
 
     def see(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Check length/truncated and grad_norm of `step`."""
+        """Check the metrics length/truncated and grad_norm of `step`."""
         self._cut_shares.append(metrics.get("length/truncated", 0.0))
         is_flat = metrics.get(_FLAT) == 1  # RewardWatch logs this case
         self._gradients.append(1.0 if is_flat else metrics["grad_norm"])
@@ -189,13 +199,13 @@ class LearningWatch:
 
     @property
     def note(self) -> str:
-        """A short text for the phase of the job; "" if there is no fault."""
+        """The text about the faults that the phase of the job shows; "" if there is none."""
         notes = [f"{self._cut_share:.0%} of answers cut"] if self._cut_share > _CUT_SHARE else []
         return ", ".join(notes + ["nothing learned: zero gradients"] * self._is_idle)
 
     @property
     def _cut_share(self) -> float:
-        """The mean share of truncated answers in the last steps; 0 with too few steps."""
+        """The mean share of truncated answers in the last steps; 0 before enough steps are done."""
         is_full = len(self._cut_shares) == self._steps
         return sum(self._cut_shares) / self._steps if is_full else 0.0
 
