@@ -1,1 +1,1 @@
-"""The student model: loading, the forward pass into the loss, adapters."""
+"""The student model: loading, adapters, probes, and the forward pass that computes the loss."""

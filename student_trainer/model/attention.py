@@ -1,4 +1,7 @@
-"""Selects the attention of the student, and the placement of sequences in the lines of a batch."""
+"""Chooses the student's implementation of attention, and the layout of its batches.
+
+The layout is the placement of sequences in the lines of a batch.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +24,23 @@ _FLASH = "flash_attention"  # the start of transformers' names
 
 
 def choose_attention(student: Student, copy: Student, settings: StudentConfig) -> None:
-    """Set and log the attention and the layout of a student and of `copy`.
+    """Set and log the attention and the layout of a student and of its copy.
 
-    `copy`: the same student with other weights, or `student` itself. Call this function on the
-    training device, because the probe of the layout runs `student`.
+    - copy: the same student with other weights, or `student` itself.
+    - settings: the job's table `student`.
 
-    `settings.attention` = "auto" is variable-length flash attention on a GPU, if the student
-    computes in bfloat16, the package flash-attn is installed, and the model supports it; otherwise
-    the default of transformers (sdpa, or eager for models without it). With flash attention all
-    sequences of a batch are one line; with the other implementations, lines have a dense mask. A
-    model that cannot separate the sequences of a line gets padded batches.
+    With `settings.attention` = "auto", the student gets variable-length flash attention if it runs
+    on a GPU, computes in bfloat16, the package flash-attn is installed, and the model supports it.
+    Otherwise the student keeps the default of transformers: sdpa, or eager for a model without
+    sdpa.
 
-    Raises InvalidInput (`student.attention`) if "flash", "sdpa" or "eager" is not available.
+    With flash attention, all sequences of a batch are in one line. With the other implementations,
+    lines have a dense mask. If the model cannot separate the sequences of a line, batches are
+    padded: each line has one sequence.
+
+    Call this function when the student is on the training device, because the probe of the layout
+    runs `student`. Raises InvalidInput (`student.attention`) if "flash", "sdpa" or "eager" is not
+    available.
     """
     requested_attention = _choose_implementation(student, settings.attention)
     if requested_attention is not None:
@@ -62,7 +70,7 @@ def choose_attention(student: Student, copy: Student, settings: StudentConfig) -
 
 
 def _choose_implementation(student: Student, attention: str) -> str | None:
-    """Return transformers' name of the attention to set; None: leave the model as it is."""
+    """Return the attention to set, by its name in transformers; None: do not set one."""
     on_gpu = student.model.device.type == "cuda"
     installed = _installed_flash()
     match attention:

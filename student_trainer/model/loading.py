@@ -1,4 +1,4 @@
-"""Load the student's configuration, tokenizer and weights from a directory or the hub."""
+"""Loads the student's configuration, tokenizer and weights from a directory or from the hub."""
 
 from __future__ import annotations
 
@@ -67,10 +67,15 @@ _NOISE = ("drop", "jitter", "rescale_every")
 def recompute_activations(model: Any, policy: bool | int | str) -> None:
     """Enable activation recomputation in the layers of a transformers model, in place.
 
-    `policy`: the job's `student.gradient_checkpointing`. True: every layer recomputes all its
-    activations. n >= 2: every n-th layer does. "selective": every layer keeps the outputs of matrix
-    products and of attention, and recomputes the rest (Korthikanti et al., arXiv 2205.05198).
-    Gradients are the same with every policy.
+    `policy` is the job's `student.gradient_checkpointing`:
+
+    - False: no layer recomputes activations.
+    - True: every layer recomputes all its activations.
+    - n >= 2: every n-th layer recomputes all its activations.
+    - "selective": every layer keeps the outputs of matrix products and of attention, and recomputes
+      all other activations (Korthikanti et al., arXiv 2205.05198).
+
+    The gradients are the same with every policy.
     """
     if policy is False:
         return
@@ -92,13 +97,16 @@ def load_config(student: StudentConfig) -> Any:
     """Return the configuration of the student's model.
 
     Raises InvalidInput (`student.model`) if there is no usable model, or if the model needs custom
-    code; Unavailable if the hub does not answer and its cache lacks the model.
+    code. Raises Unavailable if the hub does not answer and the local cache lacks the model.
     """
     return _load_pretrained(student, AutoConfig.from_pretrained, check=check_configuration)
 
 
 def local_directory(student: StudentConfig) -> Path:
-    """Return the directory of the student's model. For a hub id, a directory in the hub's cache."""
+    """Return the local directory of the student's model.
+
+    For a model on the hub, this is a directory in the hub's cache on this machine.
+    """
     path = Path(student.model)
     if path.is_dir():
         return path
@@ -116,7 +124,8 @@ def require_trainable(student: StudentConfig) -> None:
 def load_tokenizer(student: StudentConfig) -> Any:
     """Return the tokenizer of the student's model.
 
-    Raises InvalidInput as `load_config` does, and if the tokenizer fails to encode a text.
+    If the job names a file of a chat template, the tokenizer gets this template. Raises the same
+    errors as `load_config`, and InvalidInput if the tokenizer fails to encode a text.
     """
 
     def load(model: str, *, revision: str | None, **_: Any) -> Any:
@@ -140,7 +149,10 @@ def _read_chat_template(name: str) -> str:
 
 
 def load_generation_config(student: StudentConfig) -> Any:
-    """Return the generation config of a loaded student, from its own file or from config.json."""
+    """Return the generation config of the student, from generation_config.json.
+
+    Without this file, the generation config is derived from config.json.
+    """
     revision = None if Path(student.model).is_dir() else student.revision
     try:
         return GenerationConfig.from_pretrained(student.model, revision=revision)
@@ -149,11 +161,11 @@ def load_generation_config(student: StudentConfig) -> Any:
 
 
 def load_image_reader(student: StudentConfig, field: str = "data.image_column") -> ImageReader:
-    """Return the reader of the prompts' images for the student's model.
+    """Return the reader that converts the images of prompts into inputs of the student's model.
 
-    `field`: the job's key that asks for images. Raises InvalidInput if the package pillow is
-    missing, if the processor cannot be read, or if the model does not read images as patches with a
-    grid.
+    `field`: the key of the job that requires images, for error messages. Raises InvalidInput if the
+    package pillow is missing, if the image processor cannot be read, or if the model does not read
+    images as patches with a grid.
     """
     require_pillow(field)
     placeholder = getattr(load_config(student), "image_token_id", None)
@@ -170,7 +182,7 @@ def load_image_reader(student: StudentConfig, field: str = "data.image_column") 
 
 
 def computes_in_bfloat16(student: StudentConfig) -> bool:
-    """Return whether the student computes in bfloat16 on this machine, otherwise in float32."""
+    """Return True if the student computes in bfloat16 on this machine, False if in float32."""
     if student.dtype == "auto":
         return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     return student.dtype == "bfloat16"
@@ -191,18 +203,19 @@ def load_model(
     mapped: bool = False,
     images: ImageReader | None = None,
 ) -> Any:
-    """Return the model with the weights of a checkpoint or of `student.model`.
+    """Return the student's model with its weights.
 
-    `directory`: the model directory of a checkpoint; None: load the weights of `student.model`. If
-    the student has adapters, the checkpoint has only the adapters, and the frozen weights come from
-    `student.model`. Weights are float32, except that the frozen weights of a student with adapters
-    have the compute dtype. Dropout and other noise is disabled.
+    - directory: the model directory of a checkpoint, from which the weights are loaded; None: load
+      them from `student.model`. With adapters, a checkpoint contains only the adapters, and the
+      frozen weights are always loaded from `student.model`.
+    - mapped: keep the weights that would be float32 in the dtype of their files, mapped into
+      memory. All processes of a machine then share their memory. `cast_weights` converts them to
+      float32.
+    - images: the image reader, to load a vision-language model; the model's saved directories then
+      contain the settings of its processor. None: load the text model.
 
-    `mapped`: keep float32 weights in the dtype of their files, mapped into memory, so that all
-    processes of a machine share them. `cast_weights` converts them to float32.
-
-    `images`: load a vision-language model, whose saved directories contain the processor's
-    settings.
+    The weights are float32, with one exception: with adapters, the frozen weights have the compute
+    dtype. Dropout and other noise are disabled.
 
     Raises InvalidInput if there is no usable model, or if the adapters of the checkpoint do not
     match `student.lora`.
@@ -248,9 +261,11 @@ def load_model(
 def _check_loaded(
     student: StudentConfig, model: Any, loading: Mapping[str, Collection[str]]
 ) -> None:
-    """Raise InvalidInput unless every weight of the model came from its own files.
+    """Raise InvalidInput if a weight of the model was not loaded from the model's files.
 
-    `loading` is the report that `from_pretrained` returns with `output_loading_info`.
+    `loading`: the report that `from_pretrained` returns with `output_loading_info`. Also raises
+    InvalidInput if the files have weights that the model does not use, or if the directory has an
+    adapter beside the weights.
     """
     name, unused = student.model, loading["unexpected_keys"]
     files = [Path(file) for file in _load_pretrained(student, _weight_files)]
@@ -274,9 +289,9 @@ def _class_for(config: Any, *, with_images: bool) -> Any:
 
 
 def cast_weights(module: nn.Module, *, bf16: bool) -> None:
-    """Cast the weights of `module`, or its shares, to float32; with `bf16`, only trainable weights.
+    """Cast weights of `module` to float32, in place. A sharded weight is cast as the local shard.
 
-    Weights that are already float32 stay the same tensors.
+    `bf16`: cast only trainable weights. Weights that are already float32 stay the same tensors.
     """
 
     def cast(tensor: Tensor) -> Tensor:
@@ -287,9 +302,10 @@ def cast_weights(module: nn.Module, *, bf16: bool) -> None:
 
 
 def _stored_dtype(student: StudentConfig) -> torch.dtype:
-    """Return the dtype of the weights in the model's files; float32 if the files have several.
+    """Return the dtype of the weights in the model's files; float32 if the files have several
+    dtypes.
 
-    The dtype in config.json may differ, so it is not read.
+    The dtype in config.json is ignored, because it may differ from the dtype of the files.
     """
     files = _load_pretrained(student, _weight_files)
     dtype_names: set[str] = set()
@@ -302,7 +318,10 @@ def _stored_dtype(student: StudentConfig) -> torch.dtype:
 
 
 def _weight_files(model: str, *, revision: str | None, **_: Any) -> list[str]:
-    """Return the safetensors files that transformers reads, from a directory or the hub."""
+    """Return the paths of the safetensors files from which transformers loads the weights.
+
+    `model`: a directory, or the id of a model on the hub.
+    """
     optional = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
     if single := cached_file(model, "model.safetensors", **optional):
         return [single]
@@ -312,9 +331,10 @@ def _weight_files(model: str, *, revision: str | None, **_: Any) -> list[str]:
 
 
 def _restore_buffers(model: Any, config: Any) -> None:
-    """Restore the buffers and the dtype of a float32 model in a mapped model.
+    """Give a mapped model the buffers and the dtype of a float32 model.
 
-    Loading has rounded the computed buffers, which are in no file, to the dtype of the file.
+    Some buffers are computed and are in no file. Loading has rounded them to the dtype of the
+    files. This function replaces them by unrounded buffers.
     """
     with init_empty_weights(include_buffers=False):
         float32_model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -329,10 +349,10 @@ def _restore_buffers(model: Any, config: Any) -> None:
 
 
 def _without_noise(config: Any) -> Any:
-    """Disable differences between training and evaluation: dropout, jitter, RWKV's rescaling.
+    """Disable everything in a configuration that makes training differ from evaluation. Return it.
 
-    With noise, the trained model would differ from the sampling model, and a run would be
-    irreproducible.
+    This is dropout, jitter, and the rescaling of RWKV. With such noise, the trained model would
+    differ from the model that samples, and a run could not be reproduced.
     """
     # A model of images and text has a configuration for each of the two.
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):

@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): add, save, load and merge them.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): adds, saves, loads and merges them.
 
-A layer's weight W is frozen, and the layer computes with W + (alpha / rank) B A. B starts at zero,
-so that training starts from the plain model.
+A layer with an adapter computes with the weight W + (alpha / rank) B A. W is frozen, and the
+matrices A and B are trained. B starts at zero, so the training starts from the original model.
 """
 
 from __future__ import annotations
@@ -29,13 +29,18 @@ log = logging.getLogger(__name__)
 
 
 def add_adapters(model: Any, student: StudentConfig, *, with_images: bool = False) -> None:
-    """Freeze the model and add an adapter to every linear layer that the logits depend on.
+    """Freeze the weights of a model, and add an adapter to each linear layer that affects the
+    logits.
 
-    Changes the model in place. The head gets no adapter. The model keeps its class, its decoder,
-    its head and its `generate`. Adapters are float32. With `student.lora.train_head` the head is
-    trained too, in full. `with_images`: also call the vision part of the model. Raises InvalidInput
-    (`student.lora`) for a model without such layers, and for a mixture of experts stacked in one
-    parameter, since `merge_adapters` could not merge such adapters.
+    The model is changed in place. It keeps its class, its decoder, its head and its `generate`. The
+    adapters are float32. The head gets no adapter; with `student.lora.train_head`, the full weight
+    of the head is trained.
+
+    `with_images`: also add adapters to the vision part of the model.
+
+    Raises InvalidInput (`student.lora`) if the model has no such layer. Also raises InvalidInput
+    for a mixture of experts that stores the experts in one parameter, because `merge_adapters`
+    cannot merge adapters of this parameter.
     """
     # These imports take half a second; only jobs with adapters need them.
     from peft import LoraConfig, inject_adapter_in_model
@@ -82,15 +87,20 @@ def add_adapters(model: Any, student: StudentConfig, *, with_images: bool = Fals
 
 
 def _modules_without_adapters(model: Any, with_images: bool) -> list[str] | None:
-    """Return the names of the linear modules whose adapters would not be trained; None: no such
-    module.
+    """Return the names of the linear modules that get no adapter; None if there is no such module.
 
-    An adapter is trained if the model calls the module and the logits depend on the result. The
-    result of an indexer, which selects keys, does not count. These modules get no adapter:
-    subclasses with another computation, such as a product in groups; modules that share a weight
-    (Zamba), because the export has the weight once; and, in state-space mixers (Mamba), all modules
-    except the input projection, because a fused kernel, if installed, reads their weights directly.
-    Experts are called only for some tokens, and count as called.
+    A module gets no adapter in these cases:
+
+    - The model does not call the module, or the logits do not depend on the module's output. The
+      output of an indexer, which only selects keys, does not affect the logits in this sense.
+    - The module is a subclass with another computation, such as a product in groups.
+    - The module shares its weight with another module (Zamba): the export has this weight only
+      once.
+    - The module is in a state-space mixer (Mamba) and is not its input projection. If a fused
+      kernel is installed, it reads the weights of the other modules directly.
+
+    Experts get adapters even if the probe does not call them, because a model calls an expert only
+    for some tokens.
     """
     text_modules = set(body_of(model).modules())
     names = {
@@ -155,9 +165,10 @@ def _modules_without_adapters(model: Any, with_images: bool) -> list[str] | None
 
 
 def _is_product(module: nn.Linear | Conv1D, hidden: Any, output: Any) -> bool:
-    """Return whether `output` is the product of `hidden` with the weight, plus the bias if any.
+    """Return whether a module's output is its input times its weight, plus its bias if there is
+    one.
 
-    The module may compute in another dtype than the dtype of its weight.
+    `hidden`: the input. The module may compute in another dtype than the dtype of its weight.
     """
     if not isinstance(hidden, Tensor) or not isinstance(output, Tensor):
         return False
@@ -177,7 +188,7 @@ def has_adapters(model: Any) -> bool:
 
 
 def trainable_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the trainable weights by name; a tied weight has an entry for each of its names."""
+    """Return the trainable weights by name. A tied weight has one entry for each of its names."""
     return {
         name: parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -186,14 +197,14 @@ def trainable_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_adapter_configuration(path: Path, model: Any) -> None:
-    """Write adapter_config.json, as `peft` does, to the directory `path`."""
+    """Write adapter_config.json into the directory `path`, in the format of `peft`."""
     model.peft_config[ADAPTER].save_pretrained(path)
 
 
 def load_adapters(path: Path, model: nn.Module) -> None:
-    """Load the trainable weights from the file FILE in `path`, in place.
+    """Load the trainable weights of `model`, in place, from adapter_model.safetensors in `path`.
 
-    Raises InvalidInput (`student.lora`) if their names or shapes are not those of the model.
+    Raises InvalidInput (`student.lora`) if the file has other names or shapes than the model.
     """
     stored_weights = load_file(path / FILE) if (path / FILE).is_file() else {}
     parameters = {
@@ -213,7 +224,7 @@ def load_adapters(path: Path, model: nn.Module) -> None:
 
 
 def scale_adapters(path: Path, model: nn.Module) -> None:
-    """Scale the adapters of `model`, in place, according to the adapter_config.json in `path`."""
+    """Set the factor alpha / rank of all adapters of `model` from adapter_config.json in `path`."""
     from peft.tuners.lora import LoraLayer
 
     adapter_config = json.loads((path / CONFIGURATION).read_text())
@@ -223,9 +234,10 @@ def scale_adapters(path: Path, model: nn.Module) -> None:
 
 
 def merge_adapters(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of the plain model: each adapter is added to the weight of its layer.
+    """Return weights in which each adapter is added to the weight of its layer, by their plain
+    names.
 
-    `weights`: unsharded weights by their names in `model`, of all or some layers. The result is
+    `weights`: unsharded weights by their names in `model`, of all layers or of some. The result is
     float32.
     """
     from peft.tuners.lora import LoraLayer
@@ -251,5 +263,5 @@ def merge_adapters(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str,
 
 
 def adapter_key(name: str) -> str:
-    """Return the name of a trainable weight of the model in files of `peft`."""
+    """Return the name that a trainable weight of the model has in files of `peft`."""
     return "base_model.model." + name.replace(f".{ADAPTER}.", ".")

@@ -1,8 +1,8 @@
-"""Tells transformers whether a line has several sequences, so that it need not read the GPU.
+"""Tells transformers whether a line of a batch contains several sequences. This avoids a wait.
 
-Each forward pass of transformers builds a mask, and first reads the position ids from the device
-to see whether sequences are packed into lines. The host then waits for all queued operations, once
-per micro-batch and kind of mask. A batch knows the answer from its layout.
+Each forward pass of transformers builds masks. For each kind of mask, transformers reads the
+position ids from the GPU to find out whether lines contain several sequences. The host then waits
+for all queued operations, in every micro-batch. The layout of a batch already contains the answer.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ _is_packed: ContextVar[bool | None] = ContextVar("is_packed", default=None)
 
 @contextmanager
 def known_packing(is_packed: bool) -> Iterator[None]:
-    """Build the masks of forward passes in this context without reading position ids.
+    """In this context, transformers builds masks without reading the position ids from the GPU.
 
-    `is_packed`: whether a line of the batch has several sequences. Applies to this thread.
+    `is_packed`: whether a line of the batch contains several sequences. The context applies to
+    forward passes of this thread.
     """
     token = _is_packed.set(is_packed)
     try:
@@ -36,7 +37,11 @@ _find_by_reading = masking_utils.find_packed_sequence_indices
 
 
 def _find_packed_sequences(position_ids: Tensor) -> Tensor | None:
-    """Return the number of each token's sequence in its line, [B, T]; None: one per line."""
+    """Return, for each token, the number of its sequence in its line, [B, T].
+
+    Returns None if each line contains one sequence. Replaces the function of transformers that
+    reads the position ids.
+    """
     is_packed = _is_packed.get()
     if is_packed is None:
         numbers: Tensor | None = _find_by_reading(position_ids)

@@ -1,4 +1,4 @@
-"""Probes: find properties of a model by running it on a few tokens."""
+"""Probes, which run a model on a few tokens to find out a property of the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PROBE_TOKENS = 8
 
 
 class LineStates(Protocol):
-    """The part of the class `Student` (`student.py`) that a probe calls."""
+    """The part of `Student` (`student.py`) that a probe uses."""
 
     model: Any
 
@@ -29,10 +29,10 @@ class LineStates(Protocol):
 
 @contextmanager
 def called_linear_modules(model: Any) -> Iterator[set[nn.Module]]:
-    """Yield the set of the nn.Linear modules that forward passes inside the context call.
+    """Context that records which nn.Linear modules are called by the forward passes inside it.
 
-    Excluded are modules whose weight is read without a call, and modules of experts, which other
-    tokens may not call.
+    Yields the set of these modules. The set lacks modules whose weight is read without a call. It
+    also lacks the modules of experts, because a pass with other tokens may not call them.
     """
     called: set[nn.Module] = set()
 
@@ -53,7 +53,7 @@ def called_linear_modules(model: Any) -> Iterator[set[nn.Module]]:
 
 
 def body_of(model: Any) -> Any:
-    """Return the module of a causal LM that returns its last hidden states."""
+    """Return the part of a causal language model that computes the last hidden states."""
     body = model.get_decoder()
     # Llama 4 names a part that its text model lacks; transformers then returns the model itself.
     return model.model if body is model else body
@@ -61,14 +61,14 @@ def body_of(model: Any) -> Any:
 
 @torch.no_grad()
 def find_logit_map(model: Any, vocab_size: int | None = None) -> LogitMap | None:
-    """Return the map from products to logits, where products = head(last hidden states).
+    """Return how the model computes its logits from the output of its head, the products.
 
-    `vocab_size` is the vocabulary size of the returned map. Returns None if the head is not one
-    linear layer, or if the model does anything except scaling the states before the head, and
-    scaling and capping the head's output.
+    `vocab_size`: the vocabulary size of the returned map. Returns None if the head is not one
+    linear layer. Also returns None if the model does anything else than to scale the states before
+    the head, and to scale and cap the products.
 
-    The probe replaces the head's output by known values, the largest of which exceed any cap. Real
-    products may be too small to show a cap.
+    The probe replaces the products by known values, because real products may be too small to show
+    a cap. The largest known values exceed any cap.
     """
     head = model.get_output_embeddings()
     # A subclass may do more than multiply by its weight: Dory's head has a factor for each id.
@@ -106,9 +106,10 @@ def find_logit_map(model: Any, vocab_size: int | None = None) -> LogitMap | None
 
 @torch.no_grad()
 def uses_images(model: Any, reader: ImageReader) -> bool:
-    """Return True if images, passed as the trainer passes them, change the last hidden states.
+    """Return whether the images of a prompt change the last hidden states of the model.
 
-    Returns False for models that need other image inputs or ignore images.
+    The probe passes the images in the same way as the trainer. Returns False for a model that needs
+    other image inputs, and for a model that ignores images.
     """
     last_states = []
     for grey in (0, 255):
@@ -126,7 +127,7 @@ def uses_images(model: Any, reader: ImageReader) -> bool:
 
 
 def _find_ratio(scaled: Tensor, states: Tensor) -> float | None:
-    """Return the positive factor that maps `scaled` to `states`, or None."""
+    """Return the positive number r with `scaled` = r * `states`; None if there is none."""
     if torch.equal(scaled, states):
         return 1.0
     if scaled.shape != states.shape:
@@ -142,15 +143,15 @@ def _find_ratio(scaled: Tensor, states: Tensor) -> float | None:
 
 @torch.no_grad()
 def separates_packed_sequences(student: LineStates, *, lines: int = 2) -> bool:
-    """Return True if packed sequences do not influence each other.
+    """Return whether the sequences of a line do not influence each other.
 
-    Packed sequences share a line, and only their position ids, which restart at 0, separate them.
-    `lines`: number of lines of the batch, each with the same sequences; some kernels use another
+    The sequences of a line are separated only by their position ids, which start again at 0. The
+    probe changes the tokens of the first sequence. The hidden states of the second sequence must
+    stay bit-identical, and must be close to its states without the first sequence. Returns False
+    for a model that does not accept position ids.
+
+    `lines`: the number of lines in the probe's batch. All lines are equal. Some kernels use another
     implementation for a single line.
-
-    If the tokens of the first sequence change, the hidden states of the second sequence must stay
-    bit-identical, and close to the states of the second sequence alone. Returns False for a model
-    that does not accept position ids.
     """
     length, vocab_size = 6, student.model.get_input_embeddings().num_embeddings
     device = student.model.device

@@ -1,4 +1,4 @@
-"""The student: a transformers causal LM that passes hidden states or logits to the loss."""
+"""The student: a transformers causal language model whose forward pass includes the loss."""
 
 from __future__ import annotations
 
@@ -31,15 +31,19 @@ log = logging.getLogger(__name__)
 
 
 class Student(nn.Module):
-    """The module that DDP and FSDP wrap: the model, its head and the loss in one forward pass.
+    """The module that DDP and FSDP wrap: the model with its head, and the loss, in one forward
+    pass.
 
-    The head runs inside `forward`, because FSDP gathers its full weights only there. `layout`:
-    placement of sequences in the lines of a batch, set by `choose_attention` (`attention.py`).
-    `compiled`: whether the layers are compiled, set by `compile_layers`. `bf16`:
-    whether the student computes in bfloat16. `linear`: the linear modules that every forward pass
-    calls. `vocab_size`: number of ids that rows cover; the softmax is over their logits.
-    `placeholder`: token id of an image; None: no batch has images. `equal_lengths`: whether only
-    prompts of equal length are sampled together, set by the self-test (`run/self_test.py`).
+    The head runs inside `forward`, because FSDP gathers the full weights of the head only there.
+
+    - layout: the placement of sequences in the lines of a batch; `choose_attention` sets it.
+    - compiled: whether the layers are compiled; `compile_layers` sets it.
+    - bf16: whether the student computes in bfloat16.
+    - linear: the linear modules that every forward pass calls.
+    - vocab_size: the number of token ids that have a logit in the softmax.
+    - placeholder: the token id that stands for a part of an image; None: no batch has images.
+    - equal_lengths: whether prompts are sampled together only if their lengths are equal; the
+      self-test (`run/self_test.py`) sets it.
     """
 
     def __init__(
@@ -50,11 +54,13 @@ class Student(nn.Module):
         vocab_size: int | None = None,
         placeholder: int | None = None,
     ) -> None:
-        """Wrap `model`, a transformers causal LM, and probe it on a few tokens.
+        """Wrap a transformers causal language model, and probe the model on a few tokens.
 
-        `bf16`: compute in bfloat16; trainable weights stay float32, because bfloat16 would lose
-        small updates. `vocab_size`: exclude the logits of later ids, which are padding for the
-        teacher; None: use all logits. `placeholder`: see the class.
+        - bf16: compute in bfloat16. Trainable weights stay float32, because bfloat16 would lose
+          small updates.
+        - vocab_size: ignore the logits of ids from `vocab_size` on, which are only padding for the
+          teacher; None: use all logits.
+        - placeholder: see the class.
         """
         super().__init__()
         self.model = model
@@ -81,11 +87,14 @@ class Student(nn.Module):
         temperature: float,
         needs_all_rows: bool = False,
     ) -> FusedLoss:
-        """Sum `loss_fn` over the rows of the batch, chunk by chunk; see `fused_linear_loss`.
+        """Return the sum of `loss_fn` over the rows of the batch.
 
-        `needs_all_rows`: pass all rows to `loss_fn` in one call; see `fused_linear_rows`.
-        `temperature` divides the logits. In training, call it through `Replicated` or `Sharded`
-        (`parallel/sharding.py`): that call is collective.
+        - loss_fn: returns the loss of each row in a chunk of rows; see `fused_linear_loss`.
+        - temperature: divides the logits.
+        - needs_all_rows: pass all rows to `loss_fn` in one call instead; see `fused_linear_rows`.
+
+        In training, call `Replicated` or `Sharded` (`parallel/sharding.py`) instead of this method.
+        Their call is collective.
         """
         if self._logit_map is None:
             return self._loss_from_logits(batch, loss_fn, temperature)
@@ -112,11 +121,13 @@ class Student(nn.Module):
         *,
         every_id: bool = False,
     ) -> tuple[Tensor, Rows]:
-        """Return (head ids [N, K] int64, Rows of N) without a gradient.
+        """Return the head ids [N, K] int64 of the N rows of a batch, and the rows, without a
+        gradient.
 
-        `top_k`: use the `top_k` most likely ids of each row; None: use the head ids of the batch.
-        The rows have `sample_logprobs` if the batch has sample ids. `every_id`: also include the
-        logits of ids of `vocab_size` and above.
+        - top_k: use the `top_k` most likely ids of each row; None: use the head ids of the batch.
+        - every_id: also include the logits of ids from `vocab_size` on in the softmax.
+
+        The rows have `sample_logprobs` if the batch has sample ids.
         """
         ids = batch.head_ids
         if self._logit_map is None:
@@ -148,7 +159,9 @@ class Student(nn.Module):
 
     @torch.no_grad()
     def states(self, batch: Batch) -> Tensor:
-        """Return the hidden states [N, H] that give the rows of the batch, without a gradient."""
+        """Return the hidden states [N, H] from which the head computes the N rows, without a
+        gradient.
+        """
         with self.precision():
             return self._compute_head_inputs(batch)[0]
 
@@ -161,9 +174,9 @@ class Student(nn.Module):
         return hidden
 
     def _compute_head_inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return hidden states [N, H], weight [V, H] and bias [V] or None of the linear head.
+        """Return the inputs of the linear head: states [N, H], weight [V, H], and bias [V] or None.
 
-        V counts all ids, including those of `vocab_size` and above.
+        V is the number of all ids, including the ids from `vocab_size` on.
         """
         head = self.model.get_output_embeddings()
         body = body_of(self.model) if self.placeholder is None else self.model.base_model
@@ -180,9 +193,10 @@ class Student(nn.Module):
         return batch.select(logits[..., :vocab_size])
 
     def precision(self, *, cache: bool = True) -> torch.autocast:
-        """Return the context in which the model computes: autocast to bfloat16, if `bf16`.
+        """Return the context in which the model computes: with `bf16`, autocast to bfloat16.
 
-        `cache`: keep the bfloat16 copies of weights until the context ends.
+        `cache`: keep the bfloat16 copies of the weights until the context ends, so that each weight
+        is cast only once.
         """
         device = self.model.device.type
         return torch.autocast(device, torch.bfloat16, enabled=self.bf16, cache_enabled=cache)
@@ -207,7 +221,10 @@ def _sum_losses(rows: Rows, entropy: Tensor, loss_fn: LossFunction) -> FusedLoss
 
 
 def hollow_copy(student: Student) -> Student:
-    """Return a copy of the student with its buffers, and with parameters without elements."""
+    """Return a copy of the student without weights.
+
+    The copy has the buffers of the student. Its parameters have no elements.
+    """
     return copy.deepcopy(
         student,
         {
@@ -218,28 +235,29 @@ def hollow_copy(student: Student) -> Student:
 
 
 def _zero_with_gradients(body: nn.Module) -> Tensor | float:
-    """Return 0, with a gradient of 0 for each trainable weight.
+    """Return 0 as a sum that depends on every trainable weight, so each weight gets a gradient of
+    0.
 
-    DDP waits for the gradients of all weights, but a batch without images does not use the vision
-    part.
+    DDP waits for the gradients of all weights, but a batch without images does not use the weights
+    of the vision part.
     """
     weights = [weight.flatten()[0] for weight in body.parameters() if weight.requires_grad]
     return torch.stack(weights).sum() * 0 if weights and torch.is_grad_enabled() else 0.0
 
 
 def compile_layers(student: Student) -> None:
-    """Compile every layer of the student in place. Compilation runs in the first update.
+    """Compile every layer of the student, in place. The compiler runs in the first update.
 
-    All layers share the compiled code. Only layers are compiled: the loss is unchanged, and
-    FSDP2 gathers the weights of a layer outside of the compiled code.
+    All layers share the compiled code. Sequence lengths are dynamic, so new lengths cause no new
+    compilation. The recomputation of activations is part of the compiled code. The loss is not
+    compiled, and FSDP2 gathers the weights of a layer outside of the compiled code. Sampling and
+    scoring use no compiled code: their passes are in `gathered()`, and compilation does not speed
+    up passes of single tokens.
 
-    Call this after the student is distributed and its attention is selected. Sequence lengths are
-    dynamic, so new lengths cause no recompilation. Recomputed activations are part of the compiled
-    code. Sampling and scoring are not compiled: their passes are in `gathered()`, and compilation
-    does not speed up single tokens.
+    Call this function after the student is distributed and its attention is chosen.
 
-    Raises InvalidInput (`student.compile`) if the model has no transformers layers, or if this
-    machine cannot compile.
+    Raises InvalidInput (`student.compile`) if transformers does not define the layers of the model,
+    or if this machine cannot compile.
     """
     layers = [
         module for module in student.modules() if isinstance(module, GradientCheckpointingLayer)
