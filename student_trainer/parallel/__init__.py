@@ -1,1 +1,1 @@
-"""Sharding of the student, collectives, and the launcher of processes."""
+"""Parallel training: sharding of the student, collectives, and the launcher of processes."""

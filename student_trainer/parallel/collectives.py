@@ -1,6 +1,6 @@
-"""Collectives over all processes: reduced numbers and shared errors.
+"""Collectives over all processes: maxima, shared errors, and the time limit.
 
-If a process stopped while others are in a collective, they would wait until the time limit of
+If one process stops while the others are in a collective, the others wait until the limit of
 `time_limit`.
 """
 
@@ -33,11 +33,12 @@ _TOKENS_PER_SECOND = 50.0
 
 
 def select_interface() -> None:
-    """Have gloo use the network interface that leads to the first process's machine.
+    """Set the network interface of gloo: the one that leads to the machine of the first process.
 
-    By default, gloo announces the address of this machine's host name. This is often the loopback
-    address (/etc/hosts of Debian), which other machines cannot reach. Does nothing for processes of
-    one machine, and if $GLOO_SOCKET_IFNAME is set. Call this before the process group is formed.
+    By default, gloo announces the address that belongs to the host name of this machine. This is
+    often the loopback address (/etc/hosts of Debian), which other machines cannot reach. The
+    function does nothing if all processes are on one machine, or if $GLOO_SOCKET_IFNAME is already
+    set. Call it before the process group is formed.
     """
     environment = os.environ
     if _GLOO_INTERFACE in environment or "MASTER_ADDR" not in environment:
@@ -51,15 +52,15 @@ def select_interface() -> None:
 
 
 def is_lost_process_error(error: RuntimeError) -> bool:
-    """Return whether `error` means that a collective failed because of another process or network.
+    """Return whether a collective failed because another process or the network failed.
 
-    NCCL and the store raise DistError; gloo raises RuntimeError with a position in its source.
+    NCCL and the store raise DistError. gloo raises a RuntimeError whose text contains "gloo".
     """
     return isinstance(error, DistError) or "gloo" in str(error).lower()
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether `error` means that a GPU, or the host, has no memory for a tensor."""
+    """Return whether `error` means that the GPU or the host has too little memory for a tensor."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
@@ -68,12 +69,13 @@ Shared = TypeVar("Shared")
 
 
 def make_accelerator(limit: timedelta, *, cpu_offload: bool = False) -> Accelerator:
-    """Collective. Return the Accelerator of this process, on a GPU if there is one.
+    """Collective. Return the Accelerator of this process. It uses a GPU if there is one.
 
-    Its collectives fail after `limit`. Products of float32 matrices may use TF32 on a GPU.
+    - limit: the time after which a collective fails.
+    - cpu_offload: collectives also accept tensors in host memory. A process without a launcher then
+      forms a process group of one process, because FSDP2 needs a group.
 
-    `cpu_offload`: collectives also accept tensors in host memory, and a process without a launcher
-    forms a group of one, which FSDP2 needs.
+    On a GPU, products of float32 matrices may use TF32.
     """
     torch.backends.cuda.matmul.allow_tf32 = True
     select_interface()
@@ -89,7 +91,7 @@ def make_accelerator(limit: timedelta, *, cpu_offload: bool = False) -> Accelera
 
 
 def max_over_ranks(accelerator: Accelerator, number: int) -> int:
-    """Collective. Return the largest `number` of all processes."""
+    """Collective. Return the largest `number` that any process passes."""
     if accelerator.num_processes == 1:
         return number
     own_number = torch.tensor([number], device=accelerator.device)
@@ -97,12 +99,12 @@ def max_over_ranks(accelerator: Accelerator, number: int) -> int:
 
 
 def raise_on_all_ranks(accelerator: Accelerator, work: Callable[[], Shared]) -> Shared:
-    """Collective. Run `work` and return its result; an error on any rank is raised on all ranks.
+    """Collective. Return the result of `work`. A DistillError on any rank is raised on all ranks.
 
-    No rank therefore waits forever in a later collective. A rank whose own `work` raised a
-    DistillError raises that error. Every other rank raises the error of the lowest such rank, its
-    texts cut to 4096 bytes in all. `work` must catch or convert other exceptions: they are not
-    shared.
+    No rank therefore waits in a later collective for a rank that has failed. If `work` raised a
+    DistillError on this rank, this rank raises that error. Otherwise this rank raises the error of
+    the lowest rank that has one; all texts of that error together are cut to 4096 bytes. Other
+    exceptions are not shared, so `work` must catch or convert them.
     """
     own_error: DistillError | None = None
     try:
@@ -120,7 +122,7 @@ def raise_on_all_ranks(accelerator: Accelerator, work: Callable[[], Shared]) -> 
 
 
 def _share_first_error(accelerator: Accelerator, own_error: DistillError | None) -> DistillError:
-    """Collective. Return the error of the lowest rank that has one."""
+    """Collective. Return the error of the lowest rank that has an error."""
     parts = (
         ()
         if own_error is None
@@ -137,11 +139,10 @@ def _share_first_error(accelerator: Accelerator, own_error: DistillError | None)
 
 
 def time_limit(config: AnyTraining, weights: int) -> timedelta:
-    """Return how long the processes of a job wait for the slowest process.
+    """Return the time after which a collective fails: how long processes wait for the slowest one.
 
-    `weights`: the number of the student's weights. A process that dies is noticed at once; the
-    limit is for a process that hangs. The limit is longer than everything that one process may do
-    while the others already wait:
+    A dead process is noticed at once; the limit is for a process that hangs. The limit must be
+    longer than the work that one process may do while the others already wait. It is the sum of:
 
         600 s                        start, load of a busy machine
         + teacher.patience_seconds   no answer of the teacher
@@ -152,6 +153,8 @@ def time_limit(config: AnyTraining, weights: int) -> timedelta:
         + tokens / 50 per second     sampling all tokens of this process's answers
         + rewards                    this process's answers, one after the other, each scored for as
                                      long as `reward.timeout_seconds` allows
+
+    `weights`: the number of the student's weights.
     """
     answers = max(config.sequences_per_step, config.answers_per_evaluation) / config.processes
     seconds = _START_SECONDS + _BYTES_PER_WEIGHT * weights / _BYTES_PER_SECOND

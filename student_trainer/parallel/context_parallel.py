@@ -1,14 +1,16 @@
 """Context parallelism: a group of processes divides the tokens of each sequence.
 
-Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509). Between the first layer and the loss, process
-r of N has the tokens r, r + N, r + 2N, ... of each line, and every module except attention
-processes each token separately. For attention, an exchange gives each process all tokens and a
-share of the heads. A second exchange returns the outputs. Any attention of transformers therefore
-runs unchanged, with the mask and the positions of full lines. Neighbouring tokens are in different
-processes, so all processes have equally many tokens of an answer, and equally many rows of the
-loss.
+The method is from Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509). From the first layer to
+the loss, process r of N has the tokens r, r + N, r + 2N, ... of each line. All modules except
+attention process each token separately. For attention, the processes exchange data, so that each
+process has all tokens of a share of the heads. A second exchange distributes the outputs by tokens
+again. Any attention of transformers therefore runs unchanged, with the mask and the positions of
+full lines.
 
-Every process computes embeddings, masks and rotations in full.
+Neighbouring tokens are in different processes. All processes therefore have about equally many
+tokens of an answer, and about equally many rows of the loss.
+
+Every process computes embeddings, masks and rotations of all tokens.
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ _PER_HEAD_ARGUMENTS = ("s_aux", "position_bias")
 
 
 class ContextGroup:
-    """The processes that share the tokens of each sequence.
+    """A group of processes that divides the tokens of each sequence.
 
-    size: number of processes. rank: rank of this process in the group.
+    size: the number of processes. rank: the rank of this process in the group.
     """
 
     def __init__(self, group: torch.distributed.ProcessGroup) -> None:
@@ -53,10 +55,12 @@ class ContextGroup:
         self.rank = torch.distributed.get_rank(group)
 
     def divide(self, model: Any) -> None:
-        """Change `model` in place, such that its layers process only this process's tokens.
+        """Change the layers of `model`, in place, so that they process only the tokens of this
+        process.
 
-        The model's forward pass is then collective in the group, takes full lines, whose length
-        must be a multiple of `size`, and returns the states or logits of this process's tokens.
+        Afterwards, the forward pass of the model is collective in the group. Its inputs are full
+        lines, whose length must be a multiple of `size`. Its outputs are the states or logits of
+        this process's tokens.
         """
         for number, layer in enumerate(_find_layers(model)):
             layer.register_forward_pre_hook(
@@ -77,8 +81,9 @@ class ContextGroup:
     ) -> FusedLoss:
         """Collective in the group. Return the result of `Student.forward` for the whole batch.
 
-        All processes of the group have the same batch and get the same result. The loss sum has the
-        gradients of this process's rows; their sum over the group is the gradient of the batch.
+        All processes of the group must pass the same batch, and get the same values. The gradient
+        of the loss sum includes only the rows of this process. The sum of these gradients over the
+        group is the gradient of the batch.
         """
         row_numbers, own_batch = self._select_own_batch(batch)
 
@@ -125,18 +130,19 @@ class ContextGroup:
         return all_states
 
     def states(self, student: Student, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Collective in the group. Return the numbers [n] of this process's rows and their states.
+        """Collective in the group.
 
-        The states are [n, H], as in `Student.states`.
+        Return the row numbers [n] and the states [n, H] of this process. The states are the part of
+        `Student.states` with these row numbers.
         """
         row_numbers, own_batch = self._select_own_batch(batch)
         return row_numbers, student.states(own_batch)
 
     def _select_own_batch(self, batch: Batch) -> tuple[Tensor, Batch]:
-        """Return the numbers [n] of this process's rows, and the batch of these rows.
+        """Return the row numbers [n] of this process, and the batch of these rows.
 
-        Its lines are padded to a multiple of `size`. `position` indexes the states of this process.
-        Fields that only a loss reads keep the values of the full batch.
+        The lines of the batch are padded to a multiple of `size`. `position` indexes the states of
+        this process. Fields that only a loss reads keep the values of all rows.
         """
         padding = -batch.input_ids.shape[1] % self.size
         positions = batch.position_ids
@@ -163,10 +169,10 @@ class ContextGroup:
     def _gather_rows(
         self, row_numbers: Tensor, count: int, columns: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Collective in the group. Return values of all `count` rows, without a gradient.
+        """Collective in the group. Return the values of all `count` rows, without a gradient.
 
-        `columns`: values of this process's rows, [n] or [n, K], all of one dtype. `row_numbers`
-        [n]: the numbers of these rows.
+        `columns`: the values [n] or [n, K] of this process's n rows, all in one dtype.
+        `row_numbers`: the numbers [n] of these rows.
         """
         matrices = [values if values.ndim == 2 else values[:, None] for values in columns]
         own_values = torch.cat(matrices, 1).detach()
@@ -183,9 +189,10 @@ class ContextGroup:
     def _select_own_embeddings(
         self, layer: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the first layer's inputs, with the embeddings of this process's tokens only.
+        """Replace the embeddings in the first layer's inputs by those of this process's tokens.
 
-        A forward pre-hook. The embeddings are copied, so that the full tensor can be freed.
+        A forward pre-hook, which returns the new inputs. The embeddings are copied, so that the
+        memory of the full tensor can be freed.
         """
         hidden, *other_inputs = inputs
         inputs = (self._select_own_tokens(hidden).contiguous(), *other_inputs)
@@ -194,9 +201,9 @@ class ContextGroup:
     def _select_own_positions(
         self, _: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return a layer's inputs, with the rotations of this process's tokens only.
+        """Replace the rotary embeddings in a layer's inputs by those of this process's tokens.
 
-        A forward pre-hook.
+        A forward pre-hook, which returns the new inputs.
         """
         rotations = options.get("position_embeddings")
         if rotations is not None:
@@ -205,11 +212,13 @@ class ContextGroup:
         return inputs, options
 
     def _select_own_tokens(self, values: Tensor) -> Tensor:
-        """Return the values [B, T / size, ...] of this process's tokens, given all [B, T, ...]."""
+        """Select from `values` [B, T, ...] those of this process's tokens, [B, T / size, ...]."""
         return values[:, self.rank :: self.size]
 
     def _divide_attention(self, module: Any) -> None:
-        """Change an attention module of transformers such that it computes a share of the heads."""
+        """Change an attention module of transformers so that each process computes a share of the
+        heads.
+        """
         inner, repeats = copy.copy(module), 1
         if (heads_per_group := getattr(module, "num_key_value_groups", 1)) > 1:
             kv_heads = module.config.get_text_config().num_key_value_heads
@@ -222,10 +231,13 @@ class ContextGroup:
 
 @dataclass
 class _Attention:
-    """The original attention module, `inner`, of a module that `ContextGroup` has divided.
+    """The state of an attention module that `ContextGroup` has divided.
 
-    repeats: number of repetitions of each key and value head, so that all processes get equally
-    many heads. was_called: whether a forward pass has called it.
+    - group: the group that divides the heads.
+    - inner: a copy of the module that still has the original attention.
+    - repeats: how often each key and value head is repeated, so that all processes get equally
+      many.
+    - was_called: whether a forward pass has used the module.
     """
 
     group: ContextGroup
@@ -235,7 +247,11 @@ class _Attention:
 
 
 class _Exchange(torch.autograd.Function):
-    """Send part i of [size, ...] to process i of the group; return the received parts, stacked."""
+    """All-to-all exchange: sends parts[i] to process i of the group, and returns the received
+    parts.
+
+    `parts` and the result are [size, ...].
+    """
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
@@ -257,10 +273,11 @@ def _exchange_parts(parts: Tensor, group: torch.distributed.ProcessGroup) -> Ten
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Compute the attention of full lines on this process's heads; collective in the group.
+    """Collective in the group.
 
-    query, key and value are [B, heads, T / size, width], of this process's tokens; the result is
-    [B, T / size, heads, width]. The other arguments cover full lines.
+    Compute the attention of full lines for this process's share of heads. `query`, `key` and
+    `value` [B, heads, T / size, width] are those of this process's tokens. The result is [B, T /
+    size, heads, width]. `mask` and `options` are those of full lines.
     """
     divided: _Attention = module.context
     divided.was_called = True
@@ -279,7 +296,10 @@ def _attend(
 
 
 def _exchange_for_heads(states: Tensor, group: ContextGroup) -> Tensor:
-    """Exchange own tokens [B, heads, T / size, width] for own heads [B, heads / size, T, width]."""
+    """Collective in the group. Exchange the states of own tokens for the states of own heads.
+
+    `states`: [B, heads, T / size, width]. The result is [B, heads / size, T, width].
+    """
     lines, heads, tokens, width = states.shape
     parts = states.reshape(lines, group.size, heads // group.size, tokens, width).movedim(1, 0)
     exchanged = _exchange_parts(parts, group.group)  # [size, B, heads / size, T / size, width]
@@ -287,7 +307,10 @@ def _exchange_for_heads(states: Tensor, group: ContextGroup) -> Tensor:
 
 
 def _exchange_for_tokens(output: Tensor, group: ContextGroup) -> Tensor:
-    """Exchange own heads [B, T, heads / size, width] for own tokens [B, T / size, heads, width]."""
+    """Collective in the group. Exchange the outputs of own heads for the outputs of own tokens.
+
+    `output`: [B, T, heads / size, width]. The result is [B, T / size, heads, width].
+    """
     lines, tokens, heads, width = output.shape
     parts = output.reshape(lines, tokens // group.size, group.size, heads, width).movedim(2, 0)
     exchanged = _exchange_parts(parts, group.group)  # [size, B, T / size, heads / size, width]
@@ -297,10 +320,10 @@ def _exchange_for_tokens(output: Tensor, group: ContextGroup) -> Tensor:
 def check_divided(
     accelerator: Accelerator, group: ContextGroup, divided: Student, full: Student
 ) -> None:
-    """Collective. Check on a few tokens that `divided` and `full` compute the same states.
+    """Collective. Check, on a few tokens, that `divided` and `full` compute the same states.
 
-    `divided`: the student with the layers that `group` has divided. `full`: the same student with
-    the same weights, undivided. Raises InvalidInput (`train.context_parallel`).
+    `divided`: the student whose layers `group` has divided. `full`: an undivided student with the
+    same weights. Raises InvalidInput (`train.context_parallel`) if the states differ.
     """
     raise_on_all_ranks(accelerator, lambda: _check_divided(group, divided, full))
 

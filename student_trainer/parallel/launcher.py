@@ -1,4 +1,4 @@
-"""The rank of this process, and its termination together with the launcher. Without torch."""
+"""The rank of this process, and its end when the launcher ends. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ _PR_SET_PDEATHSIG = 1
 
 
 def is_main_process() -> bool:
-    """Return True in the process of rank 0, or if there is no launcher.
+    """Return True if this process has rank 0, or if there is no launcher.
 
-    Reads $RANK, which `accelerate launch` sets, and therefore works before any collective.
+    The function reads $RANK, which `accelerate launch` sets. It therefore works before torch is
+    loaded and before any collective.
     """
     return os.environ.get("RANK", "0") == "0"
 
 
 def end_with_launcher() -> None:
-    """Kill this process when `accelerate launch` exits. Without a launcher, do nothing.
+    """Arrange that the kernel kills this process when `accelerate launch` exits.
 
-    Each rank has its own session, so it would otherwise continue after its launcher is killed.
+    Each rank has its own session, and would otherwise continue after the launcher is killed. Does
+    nothing if there is no launcher.
     """
     if "RANK" in os.environ:
         end_with_parent()
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Make the kernel kill this process (SIGKILL) when its parent exits. Other systems
-    than Linux cannot do this.
+    """Arrange that the kernel kills this process (SIGKILL) when its parent exits.
 
-    `parent`: process id of the parent. If the parent has already exited, this process exits at
-    once.
+    `parent`: the process id of the parent; if this parent has already exited, this process is
+    killed at once. Only Linux can do this; on other systems, the function does nothing.
     """
     if sys.platform != "linux":
         return

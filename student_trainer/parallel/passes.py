@@ -1,7 +1,7 @@
 """Collective forward passes of the student without a gradient.
 
-A sharded student gathers its weights layer by layer in these passes, so no process needs memory for
-all weights. The arithmetic is the same as in training.
+In these passes, a sharded student gathers its weights layer by layer, so no process needs memory
+for all weights. The arithmetic is the same as in training.
 """
 
 from __future__ import annotations
@@ -31,12 +31,16 @@ def run_passes(
     batch_of: Callable[[Group], AnyBatch],
     compute: Callable[[AnyBatch], Computed],
 ) -> list[Computed]:
-    """Collective. Return `compute(batch)` for the batch of each group of this process.
+    """Collective. Build the batch of each group of this process, and return `compute(batch)` for
+    each.
 
-    `groups`: may be empty. `batch_of`: builds the batch of a group just before its pass. `compute`:
-    calls `forward`, `rows` or `states` of `student`, equally often in every process. With a sharded
-    student, `compute` also runs for batches of other processes, and for batches without rows. Call
-    `run_passes` outside `student.gathered()`.
+    - groups: the groups of this process; may be empty.
+    - batch_of: returns the batch of a group. It is called just before the pass of the batch.
+    - compute: runs `forward`, `rows` or `states` of `student` on a batch, the same number of times
+      in every process. With a sharded student, it also runs on batches of other processes, and on
+      batches without rows.
+
+    Call this function outside `student.gathered()`.
     """
     results = []
     with student.passes():
@@ -55,10 +59,11 @@ def run_passes_over_rollouts(
     *,
     tokens_per_micro_batch: int,
 ) -> list[Tensor]:
-    """Collective. Return one tensor [learned, ...] for each rollout of this process.
+    """Collective. Return a tensor [learned, ...] for each rollout of this process.
 
-    `compute`: see `run_passes`; returns a tensor of the N rows of a batch, whose only head id is 0.
-    The rollouts are grouped as the trainer groups the sequences of an update.
+    `compute`: see `run_passes`. It returns a tensor [N, ...] for the N rows of a batch. The only
+    head id of these rows is 0. The rollouts are grouped in the same way as the trainer groups the
+    sequences of an update.
     """
     sequences = [
         NumberedSequence(

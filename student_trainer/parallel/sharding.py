@@ -1,8 +1,8 @@
-"""Distribute the student over the processes of a job: replicated (DDP) or sharded (FSDP2).
+"""Distributes the student over the processes of a job: replicated (DDP) or sharded (FSDP2).
 
-With tensor parallelism the processes form a mesh of two dimensions, "data" and "tensor". The
-processes in a row of the mesh, a group, divide the linear modules of each layer
-(`tensor_parallel.py`), and FSDP2 shards the part of each process over its column.
+With tensor parallelism, the processes form a mesh with the two dimensions "data" and "tensor". A
+row of the mesh is a group: its processes divide the linear modules of each layer
+(`tensor_parallel.py`). FSDP2 then shards the part of each process over the processes of its column.
 
 With context parallelism, a group divides the tokens of each sequence (`context_parallel.py`), and
 FSDP2 shards the weights over all processes.
@@ -48,11 +48,14 @@ Group = TypeVar("Group")
 
 
 class Replicated:
-    """Every process has all weights and their optimizer state: DDP, or a single process.
+    """A student of which every process has all weights and their optimizer state.
 
-    trained: the Student that is trained. full: the Student to use inside `gathered()`, here the
-    same object. device: the device of this process. gradient_ranks: number of processes over which
-    gradients are averaged.
+    The processes use DDP; there may also be a single process.
+
+    - trained: the Student that is trained.
+    - full: the Student to use inside `gathered()`; here the same object.
+    - device: the device of this process.
+    - gradient_ranks: the number of processes over which gradients are averaged.
     """
 
     def __init__(self, accelerator: Accelerator, student: Student) -> None:
@@ -63,62 +66,67 @@ class Replicated:
         self._wrapped = accelerator.prepare(student)
 
     def __call__(self, *inputs: Any) -> FusedLoss:
-        """Collective. Run `Student.forward`; all processes must call it equally often."""
+        """Collective. Run `Student.forward`.
+
+        All processes must call it the same number of times.
+        """
         loss: FusedLoss = self._wrapped(*inputs)
         return loss
 
     def forward(self, *inputs: Any) -> FusedLoss:
-        """Run `Student.forward` inside `passes()`."""
+        """Run `Student.forward` without a gradient. Call it inside `passes()`."""
         loss: FusedLoss = self.trained(*inputs)
         return loss
 
     def rows(self, *inputs: Any, **options: Any) -> tuple[Tensor, Rows]:
-        """Run `Student.rows` inside `passes()`."""
+        """Run `Student.rows`. Call it inside `passes()`."""
         return self.trained.rows(*inputs, **options)
 
     def states(self, batch: Batch) -> Tensor:
-        """Run `Student.states` inside `passes()`."""
+        """Run `Student.states`. Call it inside `passes()`."""
         return self.trained.states(batch)
 
     def passes(self) -> AbstractContextManager[None]:
-        """Return the context of passes without a gradient; see `parallel/passes.py`."""
+        """Return the context for passes without a gradient; see `parallel/passes.py`."""
         return self.gathered()
 
     def shared_batches(
         self, groups: Sequence[Group], batch_of: Callable[[Group], AnyBatch]
     ) -> Iterator[AnyBatch]:
-        """Yield the batch of each group. These passes are not collective."""
+        """Yield the batch of each group. Not collective, unlike `Sharded.shared_batches`."""
         return map(batch_of, groups)
 
     def synchronized(self, is_last: bool) -> Any:
-        """Return the context for forward and backward of one micro-batch.
+        """Return the context for the forward and backward pass of one micro-batch.
 
-        Gradients are averaged over processes in the `is_last` micro-batch of an update. In earlier
-        micro-batches, gradients are only accumulated.
+        `is_last`: whether this is the last micro-batch of an update. Only then are the gradients
+        averaged over the processes; before, each process only accumulates its own gradients.
         """
         return nullcontext() if is_last else self._accelerator.no_sync(self._wrapped)
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Return a context. Inside, `full` holds the full weights.
+        """Return the context in which `full` has the full weights.
 
-        Inside, ranks may run different numbers of forward passes of `full`: they are not
-        collective, and never compiled.
+        In this context, the forward passes of `full` are neither collective nor compiled. Each rank
+        may run any number of them.
         """
         return torch.compiler.set_stance("force_eager") if self.full.compiled else nullcontext()
 
     def sum_over_shards(self, sums: Tensor) -> Tensor:
-        """Collective. From sums over the weights of this process, return the sums over all weights.
+        """Collective. Return sums over all weights, from `sums` over the weights of this process.
 
         Every process has all weights, so `sums` is returned unchanged.
         """
         return sums
 
     def counts_share_of(self, weight: Tensor) -> bool:
-        """Return whether this process adds its share of `weight` before `sum_over_shards`."""
+        """Return whether this process includes its share of `weight` in the sums for
+        `sum_over_shards`.
+        """
         return True
 
     def choose_attention(self, settings: StudentConfig) -> None:
-        """Select the attention of the student, and the placement of sequences in lines.
+        """Choose the attention and the layout of the student; see `model/attention.py`.
 
         Raises InvalidInput (`student.attention`).
         """
@@ -126,34 +134,36 @@ class Replicated:
             choose_attention(self.trained, self.full, settings)
 
     def batches_of_group(self, batch: AnyBatch) -> Sequence[tuple[AnyBatch, bool]]:
-        """Collective. Return the batches of the group, each with whether it belongs to this
-        process.
+        """Return [(batch, True)]: there are no groups of processes.
 
-        Without groups of processes, returns only `batch`.
+        See `Sharded.batches_of_group`.
         """
         return [(batch, True)]
 
 
 class Sharded:
-    """Every process has a shard of each weight, gradient and optimizer state (FSDP2), in float32.
+    """A student of which every process has a shard of each weight, gradient and optimizer state
+    (FSDP2).
 
-    With `cpu_offload`, shards are in host memory. The shards of a layer are copied to the device
-    when a pass needs them, and their gradients are copied back.
+    The shards are float32. With `cpu_offload`, they are in host memory: the shards of a layer are
+    copied to the device when a pass needs them, and their gradients are copied back.
 
     Training computes the same as with Replicated. The weights of a layer are gathered for its
-    forward and its backward pass; the weights of its linear modules are gathered in bfloat16 if the
-    student computes in bfloat16. Gradients are reduced over processes after each backward pass, so
-    a process holds its shard of the gradients and the full gradients of one layer at most.
-    `docs/training.md` gives the memory of a process.
+    forward pass, and again for its backward pass. If the student computes in bfloat16, the weights
+    of linear modules are gathered in bfloat16. Gradients are reduced over the processes after each
+    backward pass, so a process has its shard of the gradients and the full gradients of at most one
+    layer. `docs/training.md` gives the memory of a process.
 
     Sampling runs every layer once per token. `gathered()` therefore gathers all weights once, into
-    `full`: a copy of the Student without collectives, which is empty outside of the context.
+    `full`. `full` is a copy of the Student without collectives, which has no weights outside of
+    this context.
 
     With tensor or context parallelism, the processes of a group compute gradients together, for the
     batches of each process in turn (`batches_of_group`). In all other work, including sampling,
     each process handles its own sequences, so other parts of a job do not depend on groups.
 
-    context: the group of this process with context parallelism, otherwise None.
+    - trained, full, device, gradient_ranks: see Replicated.
+    - context: with context parallelism, the group of this process; otherwise None.
     """
 
     def __init__(
@@ -165,12 +175,12 @@ class Sharded:
         *,
         cpu_offload: bool = False,
     ) -> None:
-        """Load this process's shard of the student's weights, which may be mapped.
+        """Shard the weights of `student`, in place. The weights may be mapped from files.
 
-        Weights move to the device layer by layer, and only the shards are cast to float32.
-        `tensor_parallel`, `context_parallel`: processes of a group; 1: no groups. At least one of
-        the two is 1. Raises InvalidInput (`train.tensor_parallel`) for a student that cannot be
-        divided.
+        The weights move to the device layer by layer, and only the shards are cast to float32.
+        `tensor_parallel`, `context_parallel`: the number of processes in a group; 1: no groups. At
+        least one of the two must be 1. Raises InvalidInput (`train.tensor_parallel`) if the student
+        cannot be divided.
         """
         self.device = accelerator.device
         self.gradient_ranks = accelerator.num_processes // tensor_parallel
@@ -223,9 +233,9 @@ class Sharded:
         self._cast = {name for name, weight in student.named_parameters() if id(weight) in cast_ids}
 
     def __call__(self, *inputs: Any) -> FusedLoss:
-        """Collective. Run `Student.forward`; see Replicated.
+        """Collective. Run `Student.forward`. All processes must call it the same number of times.
 
-        The processes of a group must have the same batch.
+        The processes of a group must pass the same batch.
         """
         if self.context is not None:
             return self.context.loss(self.trained, *inputs)
@@ -233,30 +243,33 @@ class Sharded:
         return loss
 
     def forward(self, *inputs: Any) -> FusedLoss:
-        """Collective. Run `Student.forward` inside `passes()`."""
+        """Collective. Run `Student.forward` without a gradient. Call it inside `passes()`."""
         return self(*inputs)
 
     def rows(self, *inputs: Any, **options: Any) -> tuple[Tensor, Rows]:
-        """Collective. Run `Student.rows` inside `passes()`.
+        """Collective. Run `Student.rows`. Call it inside `passes()`.
 
-        The processes of a group must have the same batch.
+        The processes of a group must pass the same batch.
         """
         if self.context is not None:
             return self.context.rows(self.trained, *inputs, **options)
         return self.trained.rows(*inputs, **options)
 
     def states(self, batch: Batch) -> Tensor:
-        """Collective. Run `Student.states` inside `passes()`; see `rows`."""
+        """Collective. Run `Student.states`. Call it inside `passes()`.
+
+        The processes of a group must pass the same batch.
+        """
         if self.context is not None:
             return self.context.all_states(self.trained, batch)
         return self.trained.states(batch)
 
     @contextmanager
     def passes(self) -> Iterator[None]:
-        """Collective. Return the context of passes without a gradient; see `parallel/passes.py`.
+        """Collective. Context for passes without a gradient; see `parallel/passes.py`.
 
-        The weights of a layer are gathered for its part of a pass. FSDP2 keeps the weights of
-        embeddings and head until the context ends.
+        The weights of a layer are gathered only while a pass runs the layer. FSDP2 keeps the
+        weights of embeddings and head until the context ends.
         """
         with torch.compiler.set_stance("force_eager") if self.trained.compiled else nullcontext():
             try:
@@ -267,9 +280,9 @@ class Sharded:
     def shared_batches(
         self, groups: Sequence[Group], batch_of: Callable[[Group], AnyBatch]
     ) -> Iterator[AnyBatch]:
-        """Collective. Yield the batch of each group, then batches without rows.
+        """Collective. Yield the batch of each group, and then batches without rows.
 
-        Every process gets as many batches as the process with the most groups.
+        Every process gets as many batches as the process that has the most groups.
         """
         max_batches = max_over_ranks(self._accelerator, len(groups))
         spare = batch_of(groups[-1]).without_rows() if groups else None
@@ -283,19 +296,19 @@ class Sharded:
             yield cast(AnyBatch, spare)
 
     def synchronized(self, is_last: bool) -> AbstractContextManager[None]:
-        """Return the context for forward and backward of one micro-batch.
+        """Return the context for the forward and backward pass of one micro-batch.
 
-        Gradients are reduced over processes in every micro-batch, not only in the `is_last`
-        micro-batch: FSDP2 would keep the gradients of all weights until the last micro-batch.
+        `is_last` has no effect: gradients are reduced over the processes in every micro-batch.
+        Otherwise, FSDP2 would keep the full gradients of all weights until the last micro-batch.
         """
         return nullcontext()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Collective. Inside the context `full` holds the full weights; see Replicated.
+        """Collective. Context in which `full` has the full weights; see `Replicated.gathered`.
 
-        Every process must enter the context. Each process then needs memory for all weights: linear
-        modules in the compute dtype, all others in float32.
+        Every process must enter the context. Each process then needs memory for all weights: those
+        of linear modules in the compute dtype, all others in float32.
         """
         shares = dict(self.trained.named_parameters())
         copies = dict(self.full.named_parameters())
@@ -309,23 +322,24 @@ class Sharded:
                 copy.data = copy.data.new_empty(0)
 
     def sum_over_shards(self, sums: Tensor) -> Tensor:
-        """Collective. Return the sums over the weights of all processes; see Replicated."""
+        """Collective. Return sums over all weights, from `sums` over this process's shards."""
         global_sums: Tensor = self._accelerator.reduce(sums)
         return global_sums
 
     def counts_share_of(self, weight: Tensor) -> bool:
-        """Return whether this process adds its share of `weight` before `sum_over_shards`.
+        """Return whether this process includes its share of `weight` in the sums for
+        `sum_over_shards`.
 
-        If all processes of a group have the same share, only the first process adds it.
+        If all processes of a group have the same share, only the first process includes it.
         """
         group = self._tensor_group
         return group is None or group.get_local_rank() == 0 or _is_divided(weight)
 
     def average_in_group(self, gradients: Iterable[Tensor]) -> None:
-        """Collective. Average the gradients of the weights that a group does not divide, in place.
+        """Collective. Average, in place, the gradients of weights that a group does not divide.
 
-        The gradients only differ if a kernel of the device adds in no fixed order. The average then
-        keeps the copies of a weight equal.
+        These gradients are equal in all processes of the group, unless a kernel of the device adds
+        in an order that varies. The average keeps the copies of a weight equal in this case too.
         """
         if self._tensor_group is None:
             return
@@ -335,10 +349,10 @@ class Sharded:
                 local(gradient).div_(self._tensor_group.size())
 
     def choose_attention(self, settings: StudentConfig) -> None:
-        """Collective. Select the attention of the student, and the placement of sequences in lines.
+        """Collective. Choose the attention and the layout of the student; see `model/attention.py`.
 
-        With context parallelism, also check that a group can divide the student's tokens. Raises
-        InvalidInput (`student.attention`, `train.context_parallel`).
+        With context parallelism, also check that a group can divide the tokens of this student.
+        Raises InvalidInput (`student.attention`, `train.context_parallel`).
         """
         if self.context is None:
             with self.passes():
@@ -350,9 +364,11 @@ class Sharded:
         cast(FSDPModule, self.trained).reshard()  # FSDP2 keeps the gathered embeddings
 
     def batches_of_group(self, batch: AnyBatch) -> Sequence[tuple[AnyBatch, bool]]:
-        """Collective. Return the batches of all processes of the group, the same in every process.
+        """Collective. Return the batches of all processes of this process's group, in the order of
+        ranks.
 
-        The batches are in the order of the ranks, each with whether it is `batch`.
+        Each batch comes with True if it is `batch`, otherwise False. All processes of the group get
+        the same batches. Without groups, only `batch` is returned.
         """
         group = self.context.group if self.context is not None else None
         if self._tensor_group is not None:
@@ -378,9 +394,9 @@ def distribute(
     *,
     cpu_offload: bool = False,
 ) -> Replicated | Sharded:
-    """Collective. Distribute the student according to the keys of the job's table `train`.
+    """Collective. Distribute the student over the processes, as the job's table `train` says.
 
-    A single process is Replicated, unless its weights lie in host memory.
+    Returns Replicated for a single process, unless `cpu_offload` is set.
     """
     if sharding == "fsdp2" and (accelerator.num_processes > 1 or cpu_offload):
         groups = tensor_parallel, context_parallel
@@ -389,12 +405,15 @@ def distribute(
 
 
 def _mesh_of_groups(accelerator: Accelerator, size: int, name: str) -> DeviceMesh:
-    """Collective. Return a mesh whose rows are groups of `size` processes with adjacent ranks."""
+    """Collective. Return a mesh of processes in which each row is a group.
+
+    A group has `size` processes with adjacent ranks. `name`: the name of the second dimension.
+    """
     shape = (accelerator.num_processes // size, size)
     return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("data", name))
 
 
 def _is_divided(weight: Tensor) -> bool:
-    """Return whether the processes of a group have different parts of `weight`."""
+    """Return True if the processes of a group have different parts of `weight`, not copies."""
     assert isinstance(weight, DTensor)
     return weight.device_mesh.ndim == 2 and weight.placements[-1] != Replicate()

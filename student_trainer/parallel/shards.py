@@ -1,4 +1,4 @@
-"""The shards of tensors that FSDP2 and tensor parallelism divide."""
+"""Shards of tensors that are divided by FSDP2 and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a sharded one. Collective if `tensor` is sharded.
+    """Return the unsharded tensor. Collective if `tensor` is sharded.
 
     A tensor that is not sharded is returned unchanged.
     """
@@ -23,15 +23,16 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this process's shard of `tensor`, not a copy."""
+    """Return this process's shard of `tensor`, without a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensors(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
-    """Collective. Return each tensor unsharded; sharded ones are copied to the CPU.
+    """Collective. Return the unsharded tensors by name. Tensors that were sharded are on the CPU.
 
-    Processes with `keep` false take part but return {}. Names that share a tensor share it in the
-    result too.
+    `keep`: whether this process needs the tensors; if it is False, the process takes part in the
+    collective and gets {}. If a tensor has several names, the result has it once, under the same
+    names.
     """
     gathered_tensors: dict[int, Tensor] = {}
     for tensor_id, tensor in {id(tensor): tensor for tensor in tensors.values()}.items():
@@ -44,18 +45,18 @@ def full_tensors(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tens
 
 
 def rows_of_part(rows: int, part: int, parts: int) -> slice:
-    """Return the rows of `part` of `parts`, as `torch.chunk` and FSDP2 divide them.
+    """Return the rows of part `part` if `rows` rows are divided into `parts` parts.
 
-    The last parts have fewer rows, or none.
+    The division is that of `torch.chunk` and FSDP2: the last parts have fewer rows, or none.
     """
     rows_per_part = -(-rows // parts)
     return slice(min(part * rows_per_part, rows), min((part + 1) * rows_per_part, rows))
 
 
 def own_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Return the position of this process's shard in the full tensor: a slice of each dimension.
+    """Return where this process's shard is in the full tensor, as one slice per dimension.
 
-    Returns (), which selects everything, if the tensor is not sharded.
+    Returns () if the tensor is not sharded. As an index, () selects the whole tensor.
     """
     if not isinstance(tensor, DTensor):
         return ()
@@ -73,7 +74,7 @@ def own_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def tensor_with_shard(shard: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor with the placement of `like` whose local shard is `shard`."""
+    """Return a tensor that is sharded like `like`, and has the local shard `shard`."""
     shard = shard.to(like.device)
     if not isinstance(like, DTensor):
         return shard
@@ -82,9 +83,10 @@ def tensor_with_shard(shard: Tensor, like: Tensor) -> Tensor:
 
 
 def tensor_with_rows(rows: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor with the local rows `rows`, sharded by rows like `like`.
+    """Return a tensor that is sharded by rows like `like`, and has the local rows `rows`.
 
-    The tensor has as many rows as `like`. The shape of a row may differ.
+    The full tensor has as many rows as `like`. The rows may have another shape than those of
+    `like`.
     """
     rows = rows.to(like.device)
     if not isinstance(like, DTensor):

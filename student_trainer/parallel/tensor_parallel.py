@@ -1,14 +1,14 @@
 """Tensor parallelism: a group of processes divides the linear modules of each layer.
 
-Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3. A module that reads the residual stream
-is divided by outputs (`colwise`): each process has some heads of attention, and some units of the
-MLP. The module that reads these outputs is divided by inputs (`rowwise`), and its products are
-summed over the group. Attention and MLP thus need one all-reduce each, in the forward and in the
-backward pass.
+The method is from Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3. A module that reads
+the residual stream is divided by outputs (`colwise`): each process has some heads of attention, and
+some units of the MLP. The next module, which reads these outputs, is divided by inputs (`rowwise`),
+and its products are summed over the group. Attention and MLP therefore need one all-reduce each in
+the forward pass, and one in the backward pass.
 
-The model's plan in transformers (`model.tp_plan`) defines the division of each module. Modules
-outside the layers (embeddings and head) are never divided. Every process of a group computes
-embeddings, head and the norms of a layer in full.
+The plan that transformers has for the model (`model.tp_plan`) defines how each module is divided.
+Modules outside the layers (embeddings and head) are never divided. Every process of a group
+computes the embeddings, the head and the norms of a layer in full.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from student_trainer.model.loading import load_config
 
 
 def _norm_of_heads() -> ParallelStyle:
-    """Return the parallel style of a norm that is applied to each attention head.
+    """Return the parallel style of a norm that a layer applies to each attention head.
 
-    Its states [B, T, heads, width] are divided by heads. All heads share one weight, so its
-    gradient is summed over the group.
+    The states [B, T, heads, width] are divided by heads. All heads share the weight of the norm, so
+    its gradient is summed over the group.
     """
     return SequenceParallel(sequence_dim=2, use_local_output=True)
 
@@ -55,9 +55,9 @@ _NORMS = "replicated_with_grad_allreduce"
 
 
 def check_divisible(student: StudentConfig, size: int) -> None:
-    """Check that a group of `size` processes can divide the job's student. Loads no weights.
+    """Check that a group of `size` processes can divide the student. Loads no weights.
 
-    Raises InvalidInput (`train.tensor_parallel`).
+    Raises InvalidInput (`train.tensor_parallel`) if it cannot.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(student))
@@ -71,11 +71,11 @@ def check_divisible(student: StudentConfig, size: int) -> None:
 
 
 def parallel_styles(model: Any) -> dict[nn.Module, ParallelStyle]:
-    """Return how the modules of the layers are divided, by module.
+    """Return the parallel style of each module of the layers that is divided.
 
-    Raises InvalidInput (`train.tensor_parallel`) if transformers has no plan for the model, or if
-    the plan divides modules other than linear modules and norms of heads, such as the experts of a
-    mixture, or several projections in one matrix.
+    Raises InvalidInput (`train.tensor_parallel`) if transformers has no plan for the model. Also
+    raises it if the plan divides other modules than linear modules and norms of heads. Examples are
+    the experts of a mixture, and several projections in one matrix.
     """
     modules: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules():
@@ -98,7 +98,8 @@ def parallel_styles(model: Any) -> dict[nn.Module, ParallelStyle]:
 def divide(layer: nn.Module, styles: Mapping[nn.Module, ParallelStyle], mesh: DeviceMesh) -> None:
     """Divide the modules of a layer over the processes of `mesh`, in place.
 
-    Each process keeps its part of the weights it already has, without communication.
+    Each process already has the full weights, and keeps its part of them. There is no
+    communication.
     """
     for module in list(layer.modules()):
         if module in styles:
@@ -108,10 +109,10 @@ def divide(layer: nn.Module, styles: Mapping[nn.Module, ParallelStyle], mesh: De
 
 
 def _copy_output(_: nn.Module, inputs: object, output: Tensor) -> Tensor:
-    """Return a copy of the output. A forward hook.
+    """Return a copy of a module's output. A forward hook.
 
-    The output is a view. FSDP2 registers its backward hook on the output, and an in-place operation
-    on a view would drop this hook.
+    Without the copy, the output is a view. FSDP2 registers its backward hook on the output, and an
+    in-place operation on a view would drop this hook.
     """
     return output.clone()
 
