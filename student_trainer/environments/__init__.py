@@ -1,1 +1,1 @@
-"""Environments: retrievers that the student queries while it answers."""
+"""Environments that the student uses while it answers: retrievers for search queries."""

@@ -1,7 +1,7 @@
-"""The client of a retrieval server with Search-R1's interface. Imports no torch.
+"""The client of a retrieval server that has the interface of Search-R1. Does not import torch.
 
-POST URL {"queries": [...], "topk": 3, "return_scores": true}
--> {"result": [[{"document": {"contents": "title\\ntext"}, "score": 1.5}, ...], ...]}
+POST URL {"queries": [...], "topk": 3, "return_scores": true} -> {"result": [[{"document":
+{"contents": "title\\ntext"}, "score": 1.5}, ...], ...]}
 """
 
 from __future__ import annotations
@@ -34,13 +34,17 @@ class _BadResponse(Exception):
 
 
 class RemoteRetriever:
-    """Sends all queries of a turn in one request. A failed request is sent up to four times."""
+    """A retriever that asks a retrieval server.
+
+    All queries of a turn are sent in one request. A failed request is sent up to four times.
+    """
 
     def __init__(self, url: str, *, timeout_seconds: float) -> None:
-        """Check the address and send a test query. `timeout_seconds`: the limit of one request.
+        """Check the address, and send a test query.
 
-        Raises InvalidInput if the address is not valid or is a link-local or metadata address, and
-        Unavailable if no retrieval server answers.
+        `timeout_seconds`: the time limit of each attempt of a request. Raises InvalidInput if the
+        address is not valid, or if it is a link-local or metadata address. Raises Unavailable if no
+        retrieval server answers.
         """
         self._url = parse_web_address(url, _FIELD)
         _refuse_metadata_address(self._url)
@@ -58,8 +62,8 @@ class RemoteRetriever:
     def passages(self, queries: Sequence[str], count: int) -> list[list[str] | None]:
         """Return at most `count` passages for each query; see `Retriever.passages`.
 
-        If the server refuses the request, each query is sent separately, so that only invalid
-        queries fail.
+        If the server refuses a request with all queries, each query is sent in a request of its
+        own. Then only the invalid queries fail.
         """
         try:
             return list(self._request(queries, count))
@@ -111,9 +115,10 @@ class RemoteRetriever:
 
 
 def _refuse_metadata_address(url: httpx.URL) -> None:
-    """Raise InvalidInput for link-local and metadata addresses, where clouds keep credentials.
+    """Raise InvalidInput for a link-local or metadata address.
 
-    The author of the job file must not reach the internal network of this machine.
+    At such addresses, clouds serve the credentials of a machine. The author of a job file must not
+    be able to read them.
     """
     try:
         addresses = socket.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
@@ -132,7 +137,10 @@ def _refuse_metadata_address(url: httpx.URL) -> None:
 
 
 def _parse_passages(answer: Any, queries: int, count: int) -> list[list[str]]:
-    """Return the texts in a server's response. Raises _BadResponse for another format."""
+    """Return the passages in a server's response, one list per query.
+
+    Raises _BadResponse if the response has another format.
+    """
     try:
         passage_lists = [
             [parse_text(document["document"]["contents"]) for document in documents[:count]]

@@ -1,4 +1,7 @@
-"""Retrievers: the interface, BM25 search of a local corpus, the format of passages. No torch."""
+"""The interface of retrievers, the BM25 search of a local corpus, and the text format of passages.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ _FIELD = "environment.retriever"
 
 
 class LocalRetriever:
-    """BM25 search over the passages of a file, held in memory.
+    """A retriever that searches the passages of a file with BM25. All passages are in memory.
 
-    A passage is a value of the column `contents`: title, line end and text, as in the corpus of
-    Search-R1.
+    A passage is a value of the column `contents`. It consists of a title, a line end and a text, as
+    in the corpus of Search-R1.
     """
 
     def __init__(self, path: str) -> None:
@@ -42,9 +45,9 @@ class LocalRetriever:
         self._index.index(self._tokenize_texts(self._corpus), show_progress=False)
 
     def passages(self, queries: Sequence[str], count: int) -> list[list[str] | None]:
-        """Return at most `count` passages for each query, best first.
+        """Return at most `count` passages for each query, the best first.
 
-        Only passages that share a word with the query are returned, so a list may be empty.
+        Each passage shares a word with its query, so the list of a query may be empty.
         """
         passage_count = min(count, len(self._corpus))
         passage_indices, scores = self._index.retrieve(
@@ -89,17 +92,19 @@ class Retriever(Protocol):
     """Finds passages for queries."""
 
     def passages(self, queries: Sequence[str], count: int) -> list[list[str] | None]:
-        """Return at most `count` passages for each query, best first; None if the retriever failed.
+        """Return at most `count` passages for each query, the best first.
 
-        A passage is its title, a line end and its text. Does not raise if the retriever fails.
+        A query for which the retriever failed gets None; the method does not raise in this case. A
+        passage consists of a title, a line end and a text.
         """
 
 
 def make_retriever(config: SearchConfig) -> Retriever:
-    """Return the retriever of `config`: a local corpus or a server.
+    """Return the retriever that `config` selects: the search of a local corpus, or a server's
+    client.
 
-    Raises InvalidInput if the corpus cannot be read, the address is not allowed, or a package is
-    not installed; Unavailable if no retrieval server answers.
+    Raises InvalidInput if the corpus cannot be read, if the address is not allowed, or if a package
+    is not installed. Raises Unavailable if no retrieval server answers.
     """
     if not config.remote:
         return LocalRetriever(config.retriever)
@@ -115,7 +120,7 @@ def make_retriever(config: SearchConfig) -> Retriever:
 
 
 def format_passages(passages: Sequence[str]) -> str:
-    """Return the passages as the text that the student reads, in the format of Search-R1."""
+    """Return the text with passages that the student reads, in the format of Search-R1."""
     lines = []
     for number, passage in enumerate(passages, 1):
         title, _, text = passage.partition("\n")
