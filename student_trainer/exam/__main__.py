@@ -1,8 +1,8 @@
-"""python -m student_trainer.exam < ExamConfig as JSON: the program of `distill eval`.
+"""The program of `distill eval`: python -m student_trainer.exam < ExamConfig as JSON.
 
-Prints one JSON object to stdout: the rows of the table, or `error` with the fields of the error.
-Exits with the exit code of the error. Progress goes to stderr. Imports torch only if a model runs
-in this process.
+The program prints one JSON object to stdout: the rows of the table, or `error` with the fields of
+the error. The exit code is that of the error. Progress is printed to stderr. torch is imported only
+if a model runs in this process.
 """
 
 from __future__ import annotations

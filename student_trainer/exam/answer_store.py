@@ -1,9 +1,10 @@
-"""The answers of one model on disk, so that a killed evaluation can continue.
+"""The answers of one model on disk, from which a killed evaluation can continue.
 
-    answers.jsonl   the settings that determine the answers, then the answers of one `add` per line
+    answers.jsonl   first line: the settings that determine the answers; each other line: the
+                    answers of one call of `add`
 
-Each line is passed to the operating system before `add` returns, so a killed process loses no
-answer. Only one process can open the file.
+`add` returns after the operating system has received the line, so a kill of the process loses no
+stored answer. Only one process can open the file.
 """
 
 from __future__ import annotations
@@ -28,9 +29,13 @@ AnswerRequest = tuple[Question, int]  # a question, and the number of the answer
 
 @dataclass(frozen=True)
 class StoredAnswer:
-    """Answer number `sample` to question number `prompt`.
+    """One answer to a question.
 
-    tokens: the number of tokens. truncated: True if the answer was cut at max_tokens.
+    - prompt: the number of the question.
+    - sample: the number of the answer among the answers to this question.
+    - text: the text of the answer.
+    - tokens: the number of tokens of the answer.
+    - truncated: whether the answer was cut at the maximum number of tokens.
     """
 
     prompt: int
@@ -41,11 +46,17 @@ class StoredAnswer:
 
 
 class ExamStopped(Exception):
-    """A stop of the evaluation was requested. Answers received until then are on disk."""
+    """The evaluation ended because a stop was requested.
+
+    The answers received until then are on disk.
+    """
 
 
 class AnswerStore:
-    """The answers of one model, and the prompts that it refuses. A context manager."""
+    """The stored answers of one model, and the prompts that the model has refused.
+
+    A context manager.
+    """
 
     def __init__(
         self,
@@ -53,11 +64,11 @@ class AnswerStore:
         settings: Mapping[str, Any],
         on_answers: Callable[[Sequence[StoredAnswer]], None] = lambda answers: None,
     ) -> None:
-        """Open the file and read its answers. `on_answers` is called after each `add`, with its
-        answers.
+        """Open the file answers.jsonl in `directory`, and read its answers.
 
-        Raises InvalidInput if the stored settings differ, and WrongState if another process has the
-        file open.
+        `settings`: the settings that determine the answers. `on_answers`: a function that gets the
+        answers of each `add`, after they are stored. Raises InvalidInput if the file has other
+        settings, and WrongState if another process has opened the file.
         """
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / "answers.jsonl"
@@ -84,18 +95,21 @@ class AnswerStore:
         self._file.close()
 
     def get(self, prompt: int, sample: int) -> StoredAnswer | None:
-        """Return answer number `sample` to prompt number `prompt`, or None if it is not stored."""
+        """Return answer number `sample` to question number `prompt`; None if it is not stored."""
         return self._answers.get((prompt, sample))
 
     def add(self, *answers: StoredAnswer) -> None:
-        """Store all answers or none. After the return, a kill of the process loses none of them."""
+        """Store all of `answers` in one write, so that either all are stored or none.
+
+        After the return, a kill of the process loses none of them.
+        """
         self._write([asdict(answer) for answer in answers])
         self._answers |= {(answer.prompt, answer.sample): answer for answer in answers}
         self._on_answers(answers)
 
     @property
     def refused(self) -> int:
-        """Number of prompts that the model refused in this process."""
+        """The number of prompts that the model has refused in this process."""
         return len(self._refusals)
 
     def is_refused(self, question: Question) -> bool:
@@ -103,18 +117,22 @@ class AnswerStore:
         return question.number in self._refusals
 
     def refuse(self, question: Question, error: DistillError) -> None:
-        """Record a prompt that the model refused, for example a too long prompt. The first error is
-        kept.
+        """Record that the model refused a prompt, for example because the prompt is too long.
+
+        If the prompt has been refused before, the first error is kept.
         """
         self._refusals.setdefault(question.number, error)
 
     def require_answers(self, least_refusals: int = 1) -> None:
-        """Raise the first refusal if there are at least `least_refusals` of them and no answers."""
+        """Raise the first refusal if the model has refused prompts and has given no answer at all.
+
+        `least_refusals`: the number of refused prompts from which the error is raised.
+        """
         if self.refused >= least_refusals and not self._answers:
             raise next(iter(self._refusals.values()))
 
     def warn_of_refusals(self, model: str) -> None:
-        """Log a warning if prompts were refused."""
+        """Log a warning if the model has refused prompts."""
         if self._refusals:
             error = next(iter(self._refusals.values()))
             message = "%s refused %d prompts, which count as wrong; first: %s"

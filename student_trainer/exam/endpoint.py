@@ -1,9 +1,9 @@
-"""Requests answers from an OpenAI-compatible server, many at the same time.
+"""Requests answers from an OpenAI-compatible server. Many requests are in flight at the same time.
 
 If a retry may help, a request is tried up to 12 times with growing pauses; see WebClient. The
-evaluation ends if all tries fail, if the server does not know the model (404), or if it rejects the
-key (401, 403). After any other error, the prompt counts as refused, and the evaluation continues,
-unless three prompts are refused before the first answer.
+evaluation ends if all tries fail, if the server does not know the model (404), or if the server
+rejects the key (401, 403). After any other error, the prompt is recorded as refused, and the
+evaluation continues. The evaluation also ends if three prompts are refused before the first answer.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class ModelEndpoint:
     """Requests answers from one model of an OpenAI-compatible server."""
 
     def __init__(self, config: ExamConfig, model: str) -> None:
-        """Set the address. The connection opens later. The key is read from $OPENAI_API_KEY, if
-        set.
+        """Store the settings. Opens no connection yet.
 
-        Raises InvalidInput if `config.endpoint` is not a valid address.
+        The key is read from $OPENAI_API_KEY, if this variable is set. Raises InvalidInput if
+        `config.endpoint` is not a valid address.
         """
         assert config.endpoint is not None, "the command requires an endpoint"
         self._config = config
@@ -56,9 +56,10 @@ class ModelEndpoint:
         self._url = parse_web_address(config.endpoint.rstrip("/") + path, "--endpoint")
 
     def answer(self, requests: Sequence[AnswerRequest], store: AnswerStore) -> None:
-        """Request all answers and store each when it arrives, in any order.
+        """Request all answers, and store each answer when it arrives. Answers arrive in any order.
 
-        Raises a DistillError that ends the evaluation; stored answers stay valid.
+        Raises a DistillError if the evaluation must end. The answers stored until then remain
+        valid.
         """
         try:
             asyncio.run(self._answer(requests, store))
@@ -128,7 +129,7 @@ class ModelEndpoint:
             ) from error
 
     def build_body(self, question: Question, sample: int) -> dict[str, Any]:
-        """Return the body of the request for answer `sample` to a question."""
+        """Return the body of the request for answer number `sample` to a question."""
         config, conversation = self._config, question.conversation
         prompt_fields: dict[str, Any] = {"prompt": question.text}
         if self._is_chat:

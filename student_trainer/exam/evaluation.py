@@ -1,7 +1,7 @@
-"""An evaluation: samples answers from models and scores them.
+"""An evaluation: samples answers from models, and scores them.
 
-Answers are stored when they arrive, so a resumed evaluation requests only missing answers. torch is
-imported only if a model runs in this process.
+Each answer is stored when it arrives, so a resumed evaluation requests only the missing answers.
+torch is imported only if a model runs in this process.
 """
 
 from __future__ import annotations
@@ -33,17 +33,20 @@ _ADDED_KEYS = ("input_column", "completion_column")
 
 
 class Watcher:
-    """Monitors an evaluation: prints a line to stderr at most every 10 s."""
+    """Follows the progress of an evaluation, and prints a line to stderr at most every 10 s."""
 
     def begin(self, model: str, stored_count: int, total: int) -> None:
-        """Start to monitor a model with `stored_count` of its `total` answers on disk."""
+        """Start to follow a model. `stored_count` of its `total` answers are already on disk."""
         self._model, self._answer_count, self._total = model, stored_count, total
         self._printed_at = 0.0
         if stored_count < total:
             self.add(())
 
     def add(self, answers: Sequence[StoredAnswer]) -> None:
-        """Record answers of the model that are on disk. May raise to end the evaluation."""
+        """Count further answers of the model, which are now on disk.
+
+        May raise to end the evaluation.
+        """
         self._answer_count += len(answers)
         now = time.monotonic()
         is_complete = self._answer_count == self._total
@@ -53,16 +56,19 @@ class Watcher:
             print(progress, file=sys.stderr, flush=True)
 
     def is_stopped(self) -> bool:
-        """Return whether the evaluation must stop; called for each token of a local model."""
+        """Return whether the evaluation must stop.
+
+        A local model calls this method for each token.
+        """
         return False
 
 
 def run(config: ExamConfig, watcher: Watcher | None = None) -> list[dict[str, Any]]:
-    """Collect and score the answers of all models, and return the rows of the table.
+    """Collect and score the answers of all models, and return the rows of the table, one per model.
 
-    Writes result.json and, for each model, its answers and judged.parquet into `config.out`. Raises
-    a DistillError if the evaluation cannot finish, and ExamStopped if the watcher requests it;
-    stored answers stay on disk.
+    The directory `config.out` gets result.json and, for each model, its answers and judged.parquet.
+    Raises a DistillError if the evaluation cannot finish, and ExamStopped if the watcher requests a
+    stop. In both cases, the stored answers stay on disk.
     """
     out, config = Path(config.out), with_columns(config)
     # A length penalty is part of training, not of the quality of an answer.
@@ -88,10 +94,10 @@ def run(config: ExamConfig, watcher: Watcher | None = None) -> list[dict[str, An
 def _answer_questions(
     config: ExamConfig, name: str, questions: list[Question], watcher: Watcher
 ) -> list[list[StoredAnswer | None]]:
-    """Return all answers of a model. Requests the answers that are not on disk.
+    """Return the answers of a model: for each question, a list of answers.
 
-    An answer is None if the model refused its prompt. Raises a DistillError if the model refused
-    all prompts.
+    Only answers that are not on disk are requested. An answer is None if the model refused its
+    prompt. Raises a DistillError if the model refused all prompts.
     """
     model, samples = config.models[name], range(config.method.samples)
 
@@ -132,11 +138,11 @@ def _load_examinee(config: ExamConfig, model: str, watcher: Watcher) -> Any:
 
 
 def _collect_settings(config: ExamConfig, model: str) -> dict[str, Any]:
-    """Return the settings that determine the answers. They are the same for all answers of a
-    directory.
+    """Return the settings that determine the answers of a model.
 
-    The numbers of prompts and samples are not included, so they can be increased later. `weights`:
-    name, size and modification time of each file, to detect a changed model.
+    All answers in a directory must have the same settings. The numbers of prompts and of samples
+    are not included, so that a user can increase them later. `weights` contains name, size and
+    modification time of each file, to detect a changed model.
     """
     data, method, is_local = config.data, config.method, config.endpoint is None
     weights = [(file.name, file.stat()) for file in sorted(Path(model).glob("*.safetensors"))]

@@ -38,12 +38,12 @@ _JOB_KEYS = {
 
 
 def main() -> int:
-    """Run the attempt and return the exit code; command-line errors exit with code 2."""
+    """Run the attempt and return the exit code; 2 for an error in the command line."""
     return run_program(EvalJob, "student_trainer.exam.job", __doc__, evaluate)
 
 
 def evaluate(run: RunDirectory, job: EvalJob, progress: Progress) -> Verdict:
-    """Run one attempt of an evaluation. Requests the answers that are not on disk.
+    """Run one attempt of an evaluation job. Requests only the answers that are not on disk.
 
     Returns "succeeded", or "cancelled" if a stop was requested. Raises a DistillError if the model
     or the data cannot be used.
@@ -77,7 +77,10 @@ def evaluate(run: RunDirectory, job: EvalJob, progress: Progress) -> Verdict:
 
 
 def build_exam_config(job: EvalJob, run: RunDirectory) -> ExamConfig:
-    """Return the evaluation of a job: of the student, and of its anchor if it exists."""
+    """Return the configuration of a job's evaluation.
+
+    The models are the student and, if the student's directory contains one, its anchor.
+    """
     models = {"student": job.student.model}
     anchor = Path(job.student.model) / "anchor"
     if (anchor / "config.json").is_file():
@@ -94,9 +97,10 @@ def build_exam_config(job: EvalJob, run: RunDirectory) -> ExamConfig:
 
 
 class JobWatcher(Watcher):
-    """Counts answers as steps, and writes a line of metrics about once per second.
+    """Reports an evaluation as a job: each answer is a step, and metrics are written once per
+    second.
 
-    The metrics of the last step are the results. Call `close` at the end.
+    The metrics of the last step are the results of the evaluation. Call `close` at the end.
     """
 
     def __init__(self, run: RunDirectory, progress: Progress, *, models: int) -> None:
@@ -110,7 +114,10 @@ class JobWatcher(Watcher):
         self._stop_requested = False
 
     def begin(self, model: str, stored_count: int, total: int) -> None:
-        """Count the stored answers of a model; all answers of earlier models are stored."""
+        """Start to count the answers of a model. `stored_count` of its `total` answers are on disk.
+
+        All answers of the models before it are already on disk.
+        """
         self._total = self._models * total
         self._answer_count = self._models_begun * total + stored_count
         self._models_begun += 1
@@ -121,7 +128,10 @@ class JobWatcher(Watcher):
             self._open_log()
 
     def add(self, answers: Sequence[StoredAnswer]) -> None:
-        """Count answers. Raises WrongState if a newer attempt has replaced this one."""
+        """Count further answers, and write metrics about once per second.
+
+        Raises WrongState if a newer attempt has taken over the run.
+        """
         self._answer_count += len(answers)
         self._tokens += sum(answer.tokens for answer in answers)
         self._progress.say(self._phase, self._answer_count)
@@ -134,7 +144,10 @@ class JobWatcher(Watcher):
             self._tokens, self._printed_at = 0, time.monotonic()
 
     def is_stopped(self) -> bool:
-        """Return whether a stop of the job was requested; reads a file a few times a second."""
+        """Return whether a stop of the job was requested.
+
+        The method looks for the request, which is a file, only a few times per second.
+        """
         now = time.monotonic()
         if not self._stop_requested and now - self._checked_at >= _SECONDS_BETWEEN_LOOKS:
             self._checked_at = now
@@ -149,13 +162,14 @@ class JobWatcher(Watcher):
         self._progress.say(self._phase, self._total)
 
     def close(self) -> None:
-        """Close the metrics."""
+        """Close the metrics file."""
         if self._log is not None:
             self._log.close()
 
     def _open_log(self) -> MetricsLog:
-        """Return the open log without the last step, which a killed attempt may have written
-        partially.
+        """Return the metrics log. The first call opens it without the line of the last step.
+
+        A killed attempt may have written only a part of this line.
         """
         if self._log is None:
             last_step = min(self._answer_count, self._total - 1)
@@ -165,9 +179,9 @@ class JobWatcher(Watcher):
 
 
 def collect_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the metrics of the student and, under eval/anchor/, of its anchor.
+    """Return the metrics of the student, and those of its anchor with the prefix eval/anchor/.
 
-    `rows` are the results of `evaluation.run`, one per model.
+    `rows`: the result of `evaluation.run`, one row per model.
     """
     student, sample_count = rows[0], rows[0]["samples"]
     metrics = {

@@ -1,4 +1,4 @@
-"""Answers of a model in a Hugging Face directory, generated in this process."""
+"""Generates answers in this process, with a model in a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ _BATCH_TOKENS = 65536
 
 
 class LocalModel:
-    """Generates answers with a local model: in bfloat16 on a GPU, otherwise in float32."""
+    """A local model that generates answers: in bfloat16 on a GPU, otherwise in float32."""
 
     def __init__(
         self, config: ExamConfig, model: str, is_stopped: Callable[[], bool] = lambda: False
     ) -> None:
-        """Load the model. Raises InvalidInput if the directory has no model that can sample.
+        """Load the model from the directory `model`.
 
-        `is_stopped` is called for each token.
+        `is_stopped`: returns whether to stop; it is called for each token. Raises InvalidInput if
+        the directory has no model that can sample.
         """
         student = StudentConfig(model=model, chat_template=config.student.chat_template)
         disable_progress_bar()
@@ -70,12 +71,12 @@ class LocalModel:
     def answer(self, requests: Sequence[AnswerRequest], store: AnswerStore) -> None:
         """Generate all answers in batches, and store the answers of each batch.
 
-        A resumed evaluation has the same batches as an uninterrupted one, and gets bit-identical
-        answers on a CPU. Raises ExamStopped, without the answers of the batch, if `is_stopped`
-        returns True.
-
         The random numbers of an answer depend only on the seed, the question and the number of the
-        answer, not on the batch.
+        answer, not on the batch. A resumed evaluation has the same batches as an uninterrupted one,
+        and gets bit-identical answers on a CPU.
+
+        Raises ExamStopped if `is_stopped` returns True. The answers of the current batch are then
+        not stored.
         """
         max_tokens = self._config.method.max_new_tokens
         token_ids = self._encode_questions(requests, store)
@@ -104,10 +105,11 @@ class LocalModel:
     def _encode_questions(
         self, requests: Sequence[AnswerRequest], store: AnswerStore
     ) -> dict[int, torch.Tensor]:
-        """Return the token ids of each question, by its number.
+        """Return the token ids of each question, by the number of the question.
 
-        Refuses a prompt that leaves no room for an answer, as servers do: a model generates
-        nonsense or fails beyond its maximum number of positions.
+        A prompt that leaves no room for an answer is recorded as refused, because a model generates
+        nonsense or fails beyond its maximum number of positions. Inference servers refuse such
+        prompts too.
         """
         max_tokens, max_positions = self._config.method.max_new_tokens, self._max_positions
         token_ids: dict[int, torch.Tensor] = {}

@@ -1,8 +1,8 @@
-"""Scores the answers of a model, saves them as one table, and computes the row of the report.
+"""Scores the answers of a model, saves them as a table, and computes the model's row of the report.
 
-Every estimate is a mean over prompts of a statistic of the prompt's answers. Intervals come from a
-bootstrap over prompts, or from Wilson's formula if every prompt is right or wrong. Shape [P, n]: n
-answers to each of P prompts.
+Each estimate is the mean of one value per prompt, which is computed from the answers to the prompt.
+Its 95% interval comes from a bootstrap over prompts, or from Wilson's formula if the value of every
+prompt is 0 or 1. In this module, [P, n] is the shape of values of n answers to each of P prompts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RIGHT = 1.0
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over prompts, and the bounds of its 95% interval."""
+    """The mean of a value over prompts, with the bounds of its 95% interval."""
 
     mean: float
     low: float
@@ -40,11 +40,12 @@ class Estimate:
 
 
 def pass_at_k(right: NDArray[np.bool_], k: int) -> NDArray[np.float64]:
-    """Return pass@k of each prompt, [P]: the probability that k of its n answers include a right
-    answer.
+    """Return pass@k of each prompt, [P].
 
-    1 - C(n - c, k) / C(n, k) for c right answers: the unbiased estimate of Chen et al. (arXiv
-    2107.03374). `right`: [P, n] bool; 1 <= k <= n.
+    pass@k is the probability that k of the prompt's n answers, drawn at random, include a right
+    answer. With c right answers it is 1 - C(n - c, k) / C(n, k): the unbiased estimate of Chen et
+    al. (arXiv 2107.03374). `right`: [P, n] bool, which answers are right. k is at least 1 and at
+    most n.
     """
     n = right.shape[1]
     assert 1 <= k <= n, "k exceeds the number of answers"
@@ -57,10 +58,11 @@ def pass_at_k(right: NDArray[np.bool_], k: int) -> NDArray[np.float64]:
 
 
 def majority(votes: Sequence[Sequence[str]], right: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Return whether the majority vote of each prompt's answers is right, [P].
+    """Return, for each prompt, whether the majority vote of its answers is right, as 0 or 1, [P].
 
-    Ties count as the mean over the tied votes. Empty votes are not counted; a prompt without any
-    vote is wrong. `right`: [P, n] bool.
+    If several votes are equally frequent, the value is the mean over these votes. Empty votes are
+    not counted. A prompt without any vote gets 0. `votes`: the vote of each answer. `right`: [P, n]
+    bool, which answers are right.
     """
     return np.array(
         [_score_vote(*votes_and_right) for votes_and_right in zip(votes, right, strict=True)],
@@ -69,7 +71,10 @@ def majority(votes: Sequence[Sequence[str]], right: NDArray[np.bool_]) -> NDArra
 
 
 def estimate(values: NDArray[np.float64]) -> Estimate:
-    """Return the mean of values [P], one per prompt, with its interval; deterministic."""
+    """Return the mean of `values` [P], one per prompt, with its bootstrap interval.
+
+    The same values always give the same interval.
+    """
     generator = np.random.default_rng(0)
     means = [
         values[generator.integers(len(values), size=len(values))].mean() for _ in range(_DRAWS)
@@ -79,10 +84,11 @@ def estimate(values: NDArray[np.float64]) -> Estimate:
 
 
 def estimate_share(values: NDArray[np.float64]) -> Estimate:
-    """Return the mean of values [P] between 0 and 1, with its interval; deterministic.
+    """Return the mean of `values` [P], which are between 0 and 1, with its interval.
 
-    If all values are 0 or 1, the interval is Wilson's (JASA 22, 1927), which never has length 0. A
-    bootstrap of 8 zeros would give [0, 0]. Otherwise as `estimate`.
+    If every value is 0 or 1, the interval is Wilson's (JASA 22, 1927). Its length is never 0,
+    unlike that of a bootstrap: a bootstrap of 8 zeros would give [0, 0]. Otherwise the interval is
+    that of `estimate`.
     """
     if not np.isin(values, (0.0, 1.0)).all():
         return estimate(values)
@@ -109,11 +115,12 @@ def _score_vote(votes: Sequence[str], right: NDArray[np.bool_]) -> float:
 
 @dataclass(frozen=True, eq=False)
 class GradedAnswers:
-    """The scored answers to P prompts, n per prompt.
+    """The scored answers of a model: n answers to each of P prompts.
 
-    - answers: None for a refused prompt.
-    - reward: [P, n] float64, NaN if an answer has none.
-    - votes: the vote of each answer in a majority vote, "" for none.
+    - questions: the P questions.
+    - answers: the answers to each question; None if the model refused the prompt.
+    - reward: [P, n] float64, the reward of each answer; NaN for an answer without reward.
+    - votes: the vote of each answer in a majority vote; "" for no vote.
     """
 
     questions: Sequence[Question]
@@ -123,11 +130,11 @@ class GradedAnswers:
 
     @property
     def right(self) -> NDArray[np.bool_]:
-        """Which answers are right, [P, n] bool. Refused or unscored answers are not right."""
+        """Which answers are right, [P, n] bool. Answers without a reward are not right."""
         return np.nan_to_num(self.reward) >= RIGHT
 
     def map_answers(self, function: Callable[[StoredAnswer], float]) -> NDArray[np.float64]:
-        """Return `function` of each answer, [P, n]; NaN for a refused prompt."""
+        """Return the value of `function` for each answer, [P, n]; NaN for a refused prompt."""
         return np.array(
             [[np.nan if a is None else function(a) for a in row] for row in self.answers]
         )
@@ -138,7 +145,10 @@ def judge(
     answers: Sequence[Sequence[StoredAnswer | None]],
     rewards: Rewards,
 ) -> GradedAnswers:
-    """Score the answers. answers[i]: the answers to questions[i], as many as to questions[0]."""
+    """Score the answers.
+
+    `answers[i]`: the answers to `questions[i]`. Every question has the same number of answers.
+    """
     samples = [
         RewardSample(question.text, answer.text, question.reference, question.fields, answer.tokens)
         for question, question_answers in zip(questions, answers, strict=True)
@@ -152,7 +162,7 @@ def judge(
 
 
 def save(graded: GradedAnswers, file: Path) -> None:
-    """Write every answer with its reward to a Parquet file, without refused prompts."""
+    """Write all answers and their rewards to a Parquet file. Refused prompts are left out."""
     rows = [
         {
             "prompt": question.number,
@@ -179,9 +189,9 @@ def save(graded: GradedAnswers, file: Path) -> None:
 def summarize(name: str, graded: GradedAnswers, baseline: GradedAnswers | None) -> dict[str, Any]:
     """Return the row of a model in the report.
 
-    `baseline`: the answers of the first model to the same prompts; None for the first model. `gain`
-    is the difference in pass@1 to the baseline. Shares are fractions, with 95% intervals over
-    prompts.
+    `baseline`: the scored answers of the first model to the same prompts; None for the first model
+    itself. `gain` is pass@1 of the model minus pass@1 of the baseline. Shares are fractions between
+    0 and 1, with 95% intervals over prompts.
     """
     right = graded.right
     samples = right.shape[1]
@@ -209,12 +219,12 @@ def summarize(name: str, graded: GradedAnswers, baseline: GradedAnswers | None) 
 
 
 def format_row(row: Mapping[str, Any], columns: Sequence[str]) -> dict[str, str]:
-    """Format a row for a table: shares in percent, 95% intervals in brackets."""
+    """Return the cells of a row as texts: shares in percent, 95% intervals in brackets."""
     return {column: _format_cell(column, row.get(column, "")) for column in columns}
 
 
 def table_columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the columns of the table. Of the pass@k columns, only the first and the last."""
+    """Return the names of the columns of the table. Includes only the first and the last pass@k."""
     names = [name for name in rows[0] if name.startswith("pass@")]
     gain = ["gain"] if len(rows) > 1 else []
     votes = [name for name in rows[0] if name.startswith("maj@") and name != "maj@1"]
