@@ -1,6 +1,6 @@
-"""Rewards: scores for answers. `make_rewards` builds the `Rewards` of a job. Without torch.
+"""Rewards, which score answers. `make_rewards` builds the `Rewards` of a job. Without torch.
 
-Rewards that only match text run in this process. Every other reward runs in child processes
+Rewards that only compare texts run in this process. All other rewards run in child processes
 (`judge.py`), because a user's function, a regular expression or computer algebra may hang or crash.
 """
 
@@ -28,12 +28,17 @@ _MAX_JUDGES = 8
 
 
 class Rewards:
-    """Scores several answers at once. A context manager; its end stops the child processes."""
+    """Scores several answers at once.
+
+    A context manager that stops the child processes at its end.
+    """
 
     def __init__(self, config: RewardConfig, judges: int) -> None:
-        """Start one child process, to check the reward. `judges`: maximum number of processes.
+        """Prepare the scoring, and check that the reward can be loaded.
 
-        Raises InvalidInput if a package, a task or the user's file cannot be used.
+        If the reward runs in child processes, the first of them is started for this check.
+        `judges`: the maximum number of child processes. Raises InvalidInput if a package, a task or
+        the user's file cannot be used.
         """
         self._length = config.length
         self._direct: RewardScorer | None = None
@@ -54,14 +59,15 @@ class Rewards:
         self.close()
 
     def close(self) -> None:
-        """Kill the child processes, and the processes that they started."""
+        """Kill the child processes, and all processes that they have started."""
         for judge in self._judges:
             judge.close()
 
     def __call__(self, samples: Sequence[RewardSample]) -> Scores:
-        """Score `samples`, in their order. Never raises for an answer that cannot be scored.
+        """Return the scores of `samples`, in the same order.
 
-        Such an answer has the value NaN and its reason in `faults`; one warning is logged.
+        An answer that cannot be scored raises no error: its value is NaN, and its reason is in
+        `faults`. One warning is logged for all such answers.
         """
         outcomes = self._evaluate_samples(samples, "score")
         values = np.array(
@@ -77,7 +83,7 @@ class Rewards:
         return Scores(values, faults)
 
     def vote(self, samples: Sequence[RewardSample]) -> list[str]:
-        """Return the vote of each answer in a majority vote: its final answer, or "" for none."""
+        """Return the vote of each answer in a majority vote: its final answer, or "" if none."""
         return [
             "" if isinstance(outcome, _Fault) else outcome
             for outcome in self._evaluate_samples(samples, "vote")
@@ -86,7 +92,7 @@ class Rewards:
     def _evaluate_samples(
         self, samples: Sequence[RewardSample], method: Literal["score", "vote"]
     ) -> list[Any]:
-        """Return the value of each sample, or a _Fault if it could not be computed."""
+        """Return the reward or the vote of each sample; a _Fault if it could not be computed."""
         if self._direct is not None:
             return list(map(getattr(self._direct, method), samples))
 
@@ -108,19 +114,20 @@ class _Fault(str):
 
 
 def make_rewards(config: RewardConfig, *, processes: int = 1) -> Rewards:
-    """Build the rewards of a job, with at most one child process per core, and at most 8.
+    """Return the rewards of a job, with at most one child process per core, and at most 8 in all.
 
-    `processes`: the number of trainer processes that share the cores. Raises InvalidInput if a
-    package, a task or the user's file cannot be used.
+    `processes`: the number of trainer processes that share the cores of this machine. Raises
+    InvalidInput if a package, a task or the user's file cannot be used.
     """
     cores = count_cores() // processes
     return Rewards(config, min(max(cores, 1), _MAX_JUDGES))
 
 
 def length_penalty(tokens: int, length: LengthPenalty) -> float:
-    """Return the penalty of an answer of `tokens` tokens (DAPO, arXiv 2503.14476, eq. 13).
+    """Return the length penalty of an answer with `tokens` tokens (DAPO, arXiv 2503.14476, eq. 13).
 
-    The penalty is 0 up to `free_tokens`, `weight` from `max_tokens` on, and linear in between.
+    The penalty is 0 for at most `free_tokens` tokens, and `weight` for at least `max_tokens`
+    tokens. Between them it grows linearly.
     """
     overlong_share = (tokens - length.free_tokens) / (length.max_tokens - length.free_tokens)
     return length.weight * min(max(overlong_share, 0.0), 1.0)

@@ -1,8 +1,8 @@
-"""python -m student_trainer.rewards FD: the program of the child process of `judge.py`.
+"""The program of the child process of `judge.py`: python -m student_trainer.rewards FD.
 
-FD is the file descriptor of a socket. The program reads one JSON line per request, first the
-configuration, then answers to score. It replies with one JSON line, which has the number of the
-request.
+FD is the file descriptor of a socket. Each request is one JSON line. The first request contains the
+configuration of the reward, all others contain an answer to score. The reply to each request is one
+JSON line, which has the number of the request.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A child process that scores answers one at a time, and is killed if an answer takes too long.
+"""A child process that scores one answer at a time. It is killed if an answer takes too long.
 
 Scoring runs code that may hang or crash: a user's function, a regular expression with catastrophic
-backtracking, algebra on the text of a model. In a separate process, this code cannot affect the
-trainer. Trainer and child exchange JSON lines over a socket, so text printed by the code does not
-disturb them. A reply has the number of its request. Does not import torch.
+backtracking, or algebra on a text of the model. In a separate process, such code does not affect
+the trainer. Trainer and child process exchange JSON lines over a socket, so a text that the code
+prints does not disturb them. Each reply has the number of its request. Does not import torch.
 """
 
 from __future__ import annotations
@@ -27,17 +27,21 @@ SECONDS_TO_START = 120.0  # a user's file may import anything
 
 
 class ScoringFailed(Exception):
-    """An answer has no reward. The message is the reason, as a clause."""
+    """An answer could not be scored.
+
+    The message gives the reason as a clause without a full stop.
+    """
 
 
 class Judge:
-    """Owns a child process, which starts at the first request, and again after a kill.
+    """A child process that scores answers.
 
-    Not thread-safe: one request at a time.
+    The process starts with the first request. If it was killed, the next request starts it again.
+    Not thread-safe: only one request may run at a time.
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        """Store the configuration; starts no process."""
+        """Store the configuration. Starts no process."""
         self._config = config
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -45,11 +49,11 @@ class Judge:
         self._received = b""  # after the newest reply
 
     def start(self) -> None:
-        """Start the child process and wait until it is ready, for at most SECONDS_TO_START.
+        """Start the child process, and wait until it is ready, at most SECONDS_TO_START.
 
-        Raises InvalidInput if the reward cannot be loaded: a package that it needs is not
-        installed, `reward.task` or its options are not valid, the user's file fails, or loading
-        takes too long.
+        Raises InvalidInput if the reward cannot be loaded: a package is not installed,
+        `reward.task` or its options are not valid, the user's file fails, or loading takes too
+        long.
         """
         parent_socket, child_socket = socket.socketpair()
         with child_socket:
@@ -81,17 +85,23 @@ class Judge:
     def score(self, sample: RewardSample) -> float:
         """Return the reward of an answer.
 
-        Raises ScoringFailed if the reward raises, is not finite, or takes more than
-        timeout_seconds; the next request works again.
+        Raises ScoringFailed if the reward raises an error, is not finite, or takes longer than
+        `reward.timeout_seconds`. The next request works again.
         """
         return float(self._request("score", sample))
 
     def vote(self, sample: RewardSample) -> str:
-        """Return the vote of an answer for a majority vote. Raises ScoringFailed like `score`."""
+        """Return the vote of an answer for a majority vote.
+
+        Raises ScoringFailed as `score` does.
+        """
         return str(self._request("vote", sample))
 
     def close(self) -> None:
-        """Kill the process and the processes that it started. The next request starts a new one."""
+        """Kill the process and all processes that it has started.
+
+        The next request starts a new process.
+        """
         if self._process is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""Tasks of reasoning-gym: generated prompts, scored by the task's own scorer.
+"""Tasks of reasoning-gym, which generate prompts and score answers with their own scorers.
 
-Two numbers (seed, index) identify a question, and regenerate it when needed. Held-out questions
-have the first indices. Training uses indices from 2**20 on, and skips questions with the text of a
-held-out question. Does not import torch.
+The numbers (seed, index) identify a question; the task can generate the question from them again.
+Held-out questions have the first indices. Training questions have indices from 2**20 on. A training
+question is skipped if its text is that of a held-out question. Does not import torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _ATTEMPTS = 64
 
 @dataclass(frozen=True)
 class TaskQuestion:
-    """A generated question. fields: its seed and index, with which `Task.score` regenerates it."""
+    """A question that a task has generated.
+
+    fields: its seed and its index, from which `Task.score` generates the question again.
+    """
 
     text: str
     answer: str
@@ -36,10 +39,14 @@ class TaskQuestion:
 
 
 class Task:
-    """One task of reasoning-gym with its options."""
+    """A task of reasoning-gym, with its options."""
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
-        """Raises InvalidInput if reasoning-gym is missing, or rejects the task or an option."""
+        """Load the task.
+
+        Raises InvalidInput if reasoning-gym is not installed, or if it rejects the name or an
+        option.
+        """
         self._name = name
         self._options = dict(options)
         self._data = lru_cache(maxsize=4)(self._create_data_set)
@@ -47,22 +54,26 @@ class Task:
         self._data(0, 0)
 
     def question(self, seed: int, index: int) -> TaskQuestion:
-        """Return the question of (seed, index), a pure function of both."""
+        """Return question (seed, index). The same numbers always give the same question."""
         entry = self._entry(seed, index)
         fields = {"seed": seed, "index": index}
         return TaskQuestion(str(entry["question"]), str(entry["answer"]), fields)
 
     def score(self, sample: RewardSample) -> float:
-        """Return the score of the answer's final text by the task's scorer, in [0, 1].
+        """Return the score of an answer's final text, in [0, 1], as the task's scorer computes it.
 
-        `sample.fields` must have the seed and the index of the question.
+        `sample.fields` must contain the seed and the index of the question.
         """
         seed, index = sample.fields["seed"], sample.fields["index"]
         data = self._data(seed, index // _CHUNK)
         return float(data.score_answer(self.vote(sample), self._entry(seed, index)))
 
     def vote(self, sample: RewardSample) -> str:
-        """Return the final answer: the text in <answer> tags, else after '####', else all of it."""
+        """Return the final answer in a text.
+
+        The final answer is in <answer> tags. Without them, it is the text after '####'. Without
+        '####', it is the whole text.
+        """
         from reasoning_gym.utils import extract_answer
 
         tagged: str | None = extract_answer(sample.text)
@@ -106,15 +117,15 @@ class Task:
 
 
 class TaskQuestions:
-    """The questions of a job: a fixed list `held_out`, and a stream of training questions."""
+    """The questions of a job: the fixed list `held_out`, and those of each training step."""
 
     def __init__(
         self, task: Task, seed: int, held_out: int, *, fits: Callable[[str], bool] = bool
     ) -> None:
-        """Generate the `held_out` questions.
+        """Generate the list `held_out`.
 
-        `fits`: returns whether the text of a question is usable. Raises InvalidInput if the task
-        has too few different usable questions.
+        `held_out`: the number of its questions. `fits`: returns whether the text of a question can
+        be used. Raises InvalidInput if the task has too few different questions that fit.
         """
         self._task = task
         self._seed = seed
@@ -123,9 +134,11 @@ class TaskQuestions:
         self._held_out_texts = {question.text for question in self.held_out}
 
     def of_step(self, step: int, count: int) -> list[TaskQuestion]:
-        """Return the `count` questions of `step` (from 1), a pure function of both.
+        """Return the training questions of a step.
 
-        Raises InvalidInput if all questions that the task generates are held out or do not fit.
+        `step`: the number of the step, from 1. `count`: the number of questions per step. The same
+        numbers always give the same questions. Raises InvalidInput if all questions that the task
+        generates are held out or do not fit.
         """
         return [self._training_question((step - 1) * count + number) for number in range(count)]
 

@@ -1,4 +1,4 @@
-"""Rewards of rollouts, and their metrics."""
+"""The rewards of rollouts, and the metrics of rewards."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from student_trainer.rewards import Rewards, RewardSample
 
 
 class RolloutRewards:
-    """Decodes the answers of rollouts and scores them."""
+    """Decodes the answers of rollouts, and scores them."""
 
     def __init__(self, rewards: Rewards, tokenizer: Any) -> None:
-        """The caller closes `rewards` after the last use of this object."""
+        """Store the arguments.
+
+        The caller must close `rewards` after the last use of this object.
+        """
         self._rewards = rewards
         self._tokenizer = tokenizer
 
     def texts(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[RewardSample]:
-        """Return the input of a reward for each rollout; rollouts[i] answers prompts[i]."""
+        """Return the sample to score for each rollout. rollouts[i] is an answer to prompts[i]."""
         return [
             RewardSample(
                 prompt=prompt.text,
@@ -41,16 +44,20 @@ class RolloutRewards:
     def __call__(
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
     ) -> NDArray[np.float64]:
-        """Return the reward of each rollout, [n]; rollouts[i] is an answer to prompts[i].
+        """Return the reward of each rollout, [n]. rollouts[i] is an answer to prompts[i].
 
-        NaN if the answer could not be scored or its environment failed.
+        The reward is NaN if the answer could not be scored, or if the environment of the rollout
+        failed.
         """
         values = self._rewards(self.texts(prompts, rollouts)).values
         return np.where([rollout.failed for rollout in rollouts], np.nan, values)
 
 
 def reward_metrics(rewards: Tensor) -> dict[str, Tensor]:
-    """Return (sum, number) of each reward metric. `rewards`: [G, n], G groups of n answers."""
+    """Return (sum, number) of each reward metric, by name.
+
+    `rewards`: [G, n], the rewards of n answers to each of G prompts.
+    """
     is_scored = rewards.isfinite()
     deviations = [
         group[mask].std(correction=0) for group, mask in zip(rewards, is_scored, strict=True)
@@ -64,7 +71,7 @@ def reward_metrics(rewards: Tensor) -> dict[str, Tensor]:
 
 
 def search_metrics(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
-    """Return (sum, number) of each metric of rollouts with a search environment."""
+    """Return (sum, number) of each metric of search queries, by name."""
     return {
         "search/queries": sum_and_count(
             torch.tensor([float(rollout.queries) for rollout in rollouts])

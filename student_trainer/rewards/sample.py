@@ -1,4 +1,4 @@
-"""The input and the output of a reward, and comparisons of texts. Imports no torch."""
+"""The input and the output of a reward, and comparisons of texts. Does not import torch."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _PRICE = re.compile(r"\$?\s*(-?\d+(?:\.\d+)?)\.?")
 class RewardSample:
     """An answer to score.
 
-    - prompt: the prompt as in the data.
-    - text: the answer.
+    - prompt: the text of the prompt in the data.
+    - text: the text of the answer.
     - reference: the reference answer, "" if there is none.
-    - fields: the columns of the prompt's record.
-    - tokens: the answer's token count.
+    - fields: the values of the prompt's record by column name.
+    - tokens: the number of tokens of the answer.
     """
 
     prompt: str
@@ -40,7 +40,10 @@ class RewardSample:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Rewards of n answers. values: [n] float64, NaN for an answer that could not be scored."""
+    """The rewards of n answers.
+
+    values: [n] float64, NaN for an answer that could not be scored.
+    """
 
     values: NDArray[np.float64]
     faults: tuple[str, ...] = ()
@@ -48,22 +51,25 @@ class Scores:
 
     @property
     def errors(self) -> int:
-        """Number of answers without a reward."""
+        """The number of answers without a reward."""
         return len(self.faults)
 
 
 def conclusion(text: str) -> str:
-    """Return the text after the last '####' up to the end of its line.
+    """Return the final answer of a text: the text from the last '####' to the end of the line.
 
-    '####' marks the final answer in GSM8K. Without this mark, returns the full text. Keeps commas,
-    unlike `final_answer`.
+    '####' marks the final answer in GSM8K. If the text has no such mark, the whole text is
+    returned. Commas are kept; `final_answer` removes them.
     """
     _, mark, after = text.rpartition(MARK)
     return after.strip().partition("\n")[0].rstrip() if mark else text.strip()
 
 
 def missing_package(package: str, kind: str, extra: str = "rl") -> InvalidInput:
-    """Return the error for a reward of type `kind`; `extra` is the extra that has `package`."""
+    """Return the error that a reward raises if its package is not installed.
+
+    `kind`: the type of the reward. `extra`: the extra of distill-service that installs the package.
+    """
     return InvalidInput(
         f"{kind} needs the package {package}, which is not installed",
         field="reward.type",
@@ -74,7 +80,7 @@ def missing_package(package: str, kind: str, extra: str = "rl") -> InvalidInput:
 def final_answer(text: str) -> str:
     """Return the `conclusion` of a text without commas.
 
-    A dollar sign before a number and a full stop after a number are removed.
+    If the conclusion is a number, a dollar sign before it and a full stop after it are removed too.
     """
     bare = conclusion(text).replace(",", "")
     number = _PRICE.fullmatch(bare)
@@ -87,18 +93,24 @@ def exact_match(answer: str, reference: str) -> bool:
 
 
 def normalized(text: str) -> str:
-    """Return the words in lower case, without punctuation and articles (as SQuAD, Search-R1)."""
+    """Return the words of a text in lower case, without punctuation and articles.
+
+    SQuAD and Search-R1 normalize texts in the same way.
+    """
     bare = "".join(character for character in text.lower() if character not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
 
 
 def same_words(answer: str, reference: str) -> bool:
-    """Return whether both texts have the same normalized words: Search-R1's exact match."""
+    """Return whether both texts have the same normalized words.
+
+    Search-R1 calls this comparison exact match.
+    """
     return normalized(answer) == normalized(reference)
 
 
 def f1(answer: str, reference: str) -> float:
-    """Return the F1 of the normalized words, the harmonic mean of precision and recall."""
+    """Return the F1 score of the normalized words: the harmonic mean of precision and recall."""
     answer_words, reference_words = normalized(answer).split(), normalized(reference).split()
     common_words = (Counter(answer_words) & Counter(reference_words)).total()
     return (

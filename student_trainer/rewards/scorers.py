@@ -1,4 +1,4 @@
-"""The types of rewards: functions from an answer to a number. Imports no torch."""
+"""The types of rewards, as functions from an answer to a number. Does not import torch."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ from student_trainer.rewards.sample import (
 
 @dataclass(frozen=True)
 class RewardScorer:
-    """A reward. score: returns the reward of an answer. vote: returns its vote, "" for none.
+    """The two functions of a reward. Both may raise any exception.
 
-    A majority vote counts equal votes. Both functions may raise any exception.
+    - score: returns the reward of an answer.
+    - vote: returns the vote of an answer, "" for no vote. A majority vote counts equal votes.
     """
 
     score: Callable[[RewardSample], float]
@@ -38,10 +39,10 @@ class RewardScorer:
 
 
 def make_scorer(config: RewardConfig) -> RewardScorer:
-    """Return the scorer of a reward's configuration.
+    """Return the scorer of the reward that `config` describes.
 
     Raises InvalidInput if a package is not installed, a task does not exist, or the user's file
-    cannot be used. The check of a job file cannot detect these errors.
+    cannot be used. The check of the job file cannot find these errors.
     """
     match config.type:
         case "exact_match":
@@ -113,7 +114,7 @@ _NUMBER = re.compile(
 
 
 def _mark_as_latex(bare: str) -> str:
-    """Mark a bare answer (`1/2`, `72 apples`) as LaTeX, which the parser needs."""
+    """Return an answer such as `1/2` or `72 apples` as LaTeX, because the parser needs LaTeX."""
     if number := _NUMBER.match(bare):
         return f"${number[1]}$"
     return bare if "$" in bare or "\\boxed" in bare else f"${bare}$"
