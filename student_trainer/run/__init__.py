@@ -1,1 +1,1 @@
-"""The records of a run (metrics, trackers, provenance) and its checks before training."""
+"""The records of a run (metrics, trackers, provenance), and checks before the training."""

@@ -1,7 +1,7 @@
 """Compares the chat templates of student and teacher, or uses the teacher's template for both.
 
-A student and a teacher with equal tokenizers may still format conversations differently, and a base
-model has no format. The teacher then scores prompts in an unfamiliar format.
+Models with the same tokenizer may format conversations differently, and a base model has no format.
+With different formats, the teacher would score prompts in a format on which it was not trained.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ _SYSTEM = {"role": "system", "content": "Be brief."}
 def choose_chat_template(
     config: AnyTraining, tokenizer: Any, infos: Mapping[str, TeacherInfo]
 ) -> Sequence[str]:
-    """Set the teacher's chat template in the student's tokenizer if `student.chat_template` selects
-    it.
+    """Choose the chat template of the student's tokenizer, and return the warnings about it.
 
-    `infos`: the infos of the job's teachers, by name. If the student keeps its template, log and
-    return `template_warnings`. Raises InvalidInput (`student.chat_template`) if the teacher has no
-    template, or if the teachers have different templates.
+    `infos`: the information about each teacher of the job, by the teacher's name. If
+    `student.chat_template` is "teacher", the tokenizer gets the teacher's template, and there is no
+    warning. Otherwise the tokenizer keeps its template, and `template_warnings` are logged and
+    returned.
+
+    Raises InvalidInput (`student.chat_template`) if the selected teacher has no template, or if the
+    teachers have different templates.
     """
     if config.student.chat_template == "teacher":
         tokenizer.chat_template = _template_of_teachers(infos)
@@ -48,12 +51,13 @@ def choose_chat_template(
 def template_warnings(
     config: AnyTraining, tokenizer: Any, templates: Mapping[str, str | None]
 ) -> Sequence[str]:
-    """Return the first difference between the chat template of the student and of each teacher.
+    """Return a warning for each teacher whose chat template differs from the student's.
 
-    Also return a warning if the job trains a student without a template on stored conversations.
+    The warning contains the first difference. Also returns a warning if the job trains a student
+    without a template on stored conversations.
 
-    `templates` has the templates of the teachers with the student's tokenizer, by label: "" for a
-    teacher without a template, None if the template is unknown.
+    `templates`: the chat templates of the teachers that have the student's tokenizer, by label; ""
+    for a teacher without a template, None if the template is not known.
     """
     stores = captured_stores(config)
     if stores is not None and stores[0].facts["form"] == "messages" and not tokenizer.chat_template:
@@ -85,10 +89,12 @@ def template_warnings(
 def find_difference(
     tokenizer: Any, template: str, prompt_format: PromptFormat, label: str
 ) -> str | None:
-    """Return the first difference between the prompts of two chat templates, or None.
+    """Return a sentence about the first difference between two chat templates; None if there is
+    none.
 
-    `template`: the teacher's, or "". Both templates render the same probes. The probes contain
-    system messages and tools only if the job uses them.
+    `template`: the teacher's template, "" if it has none. It is compared with the student's
+    template in `tokenizer`: both render the same probe conversations. The probes contain system
+    messages and tools only if the job uses them.
     """
     own_template = default_template(tokenizer.chat_template) or ""
     if own_template == template:
@@ -139,8 +145,9 @@ def _render(
     prompt_format: PromptFormat,
     chat_template: str,
 ) -> str:
-    """Render a probe up to the start of the next answer. Returns the error if the template raises
-    one.
+    """Return a probe conversation as the template writes it, up to the start of the next answer.
+
+    If the template raises an error, returns the text of the error.
     """
     from jinja2 import TemplateError
 

@@ -120,10 +120,10 @@ from student_trainer.run.trackers import start_trackers
 def open_metrics(
     run: RunDirectory, *, attempt: int, last_step: int | None, track: TrackConfig
 ) -> MetricsLog:
-    """Open metrics.jsonl and start the trackers of the job. Only the main process may call it.
+    """Open metrics.jsonl, and start the trackers of the job. Only the main process may call it.
 
-    Lines after `last_step`, from which the run resumes, are removed; None starts a new file. Raises
-    WrongState if a newer attempt has taken over the run.
+    `last_step`: the step from which the run resumes; lines of later steps are removed. None: start
+    a new file. Raises WrongState if a newer attempt has taken over the run.
     """
     trackers = start_trackers(track, run, last_step)
     return MetricsLog(run, attempt=attempt, last_step=last_step, trackers=trackers)

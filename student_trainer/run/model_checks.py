@@ -1,6 +1,6 @@
 """Checks of the student against teachers and stores, before weights are loaded. Without torch.
 
-The checks that need no tokenizer are in `clients/preflight/files.py`.
+Checks that need no tokenizer are in `clients/preflight/files.py`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 
 
 def check_hub(config: AnyTraining) -> None:
-    """Switch the hub's libraries to their cache if the job needs the hub and the hub is
-    unreachable.
+    """Let the hub's libraries use only their local cache if the hub is unreachable.
 
-    Call this before importing these libraries.
+    Does nothing if the job needs nothing from the hub. Call this before these libraries are
+    imported.
     """
     data_paths = [] if config.data is None else [path for _, path in config.data.training_paths]
     local_data = all(path.endswith(FILE_SUFFIXES) or exists_here(path) for path in data_paths)
@@ -38,10 +38,11 @@ def check_hub(config: AnyTraining) -> None:
 
 
 def max_sequence_length(text_config: Any) -> int | None:
-    """Return the maximum number of tokens of a sequence of the student; None: no limit.
+    """Return the maximum number of tokens in a sequence of the student; None if there is no limit.
 
-    `text_config`: the configuration of the student's text model. Logs a warning if LongRoPE sets
-    the limit: longer sequences use other rotary factors, also for the other sequences of a batch.
+    `text_config`: the configuration of the student's text model. With LongRoPE, sequences beyond a
+    certain length use other rotary factors, and so do all other sequences of their batch. This
+    length is then the limit, and a warning is logged.
     """
     max_length: int | None = getattr(text_config, "max_position_embeddings", None)
     switch = rope_switch(text_config)
@@ -56,7 +57,10 @@ def max_sequence_length(text_config: Any) -> int | None:
 
 
 def check_top_k(top_k: int, width: int, field: str) -> None:
-    """Raise InvalidInput if `top_k`, the value of `field`, exceeds the student's `width` ids."""
+    """Raise InvalidInput if `top_k` exceeds `width`, the number of the student's token ids.
+
+    `field`: the key that sets `top_k`, for the error message.
+    """
     if top_k > width:
         raise InvalidInput(
             f"{top_k} is more than the {width} token ids of the student",
@@ -66,7 +70,10 @@ def check_top_k(top_k: int, width: int, field: str) -> None:
 
 
 def check_max_tokens(max_tokens: int, max_length: int | None) -> None:
-    """Raise InvalidInput if `max_tokens` exceeds the student's `max_length`; None is no limit."""
+    """Raise InvalidInput if `max_tokens` exceeds `max_length`.
+
+    `max_length`: the maximum number of tokens in a sequence of the student; None: no limit.
+    """
     if max_length is not None and max_tokens > max_length:
         raise InvalidInput(
             f"{max_tokens} is more than the {max_length} tokens that the student can read",
@@ -76,7 +83,10 @@ def check_max_tokens(max_tokens: int, max_length: int | None) -> None:
 
 
 def check_stored_length(store: TrainingStore, max_length: int | None) -> None:
-    """Raise InvalidInput if a stored sequence exceeds `max_length` tokens; None is no limit."""
+    """Raise InvalidInput if a sequence of the store has more than `max_length` tokens.
+
+    `max_length`: the maximum number of tokens in a sequence of the student; None: no limit.
+    """
     if max_length is not None and store.longest > max_length:
         raise InvalidInput(
             f"a sequence of the {store.label} has {store.longest} tokens, but the student can read"
@@ -89,9 +99,11 @@ def check_stored_length(store: TrainingStore, max_length: int | None) -> None:
 def check_vocabulary(teacher: Connection, tokens: Sequence[str], width: int) -> int:
     """Return the number of ids that teacher and student have in common; see `common_ids`.
 
-    `tokens`: the student's tokens by id. `width`: the number of the student's logits. Raises
-    WrongState if the tokens differ (the message names the first difference), or if the numbers of
-    logits differ by more than padding; Unavailable if the teacher does not answer.
+    `tokens`: the student's tokens by id. `width`: the number of the student's logits.
+
+    Raises WrongState if the tokens differ; the message gives the first difference. Also raises
+    WrongState if the numbers of logits differ by more than padding. Raises Unavailable if the
+    teacher does not answer.
     """
     info = teacher.info
     if tokenizer_fingerprint(tokens) != info.tokenizer_fingerprint:
@@ -101,9 +113,10 @@ def check_vocabulary(teacher: Connection, tokens: Sequence[str], width: int) -> 
 
 
 def check_width(teacher: Connection, tokens: Sequence[str], width: int) -> int:
-    """Return the number of ids that teacher and student have in common; see `check_vocabulary`.
+    """Return the number of ids that teacher and student have in common.
 
-    `tokens`: tokens by id of tokenizers that differ only in special tokens.
+    The tokens may differ in special tokens: they are not compared with the teacher's. `tokens`,
+    `width`: see `check_vocabulary`, which raises the same errors about the number of logits.
     """
     info = teacher.info
     common = common_ids(width, info.vocab_size, teacher.label, tokens)
@@ -116,9 +129,13 @@ def check_stored_vocabulary(
 ) -> int:
     """Return the number of ids that the rows of the store cover.
 
-    `stored_tokens`: the tokens of the store's tokenizer, None if it is not on this machine; with
-    them, the message names the first id that differs. Raises WrongState if store and student do not
-    have the same token for every id, or if the rows cover ids for which the student has no logits.
+    - tokens: the student's tokens by id.
+    - width: the number of the student's logits.
+    - stored_tokens: the tokens of the store's tokenizer by id, with which an error message can give
+      the first id that differs; None if this tokenizer is not on this machine.
+
+    Raises WrongState if store and student have different tokens for an id, or if the rows cover ids
+    for which the student has no logits.
     """
     stored_fingerprint = store.facts["tokenizer_fingerprint"]
     if tokenizer_fingerprint(tokens) != stored_fingerprint:
@@ -134,9 +151,10 @@ def check_stored_vocabulary(
 
 
 def check_stored_width(store: TrainingStore, tokens: Sequence[str], width: int) -> int:
-    """Return the number of ids that the rows cover; see `check_stored_vocabulary`.
+    """Return the number of ids that the rows of the store cover.
 
-    `tokens`: tokens by id of tokenizers that differ only in special tokens.
+    The tokens may differ in special tokens: they are not compared with the store's. See
+    `check_stored_vocabulary` for the arguments and errors.
     """
     stored_width = int(store.facts["vocab_size"])
     common_ids_count = common_ids(width, stored_width, store.label, tokens)

@@ -1,4 +1,4 @@
-"""Writes environment.json and code.diff: the machine, packages and code of an attempt."""
+"""Writes the files environment.json and code.diff: machine, packages and code of an attempt."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _PACKAGES = ("distill-service", "torch", "transformers", "accelerate", "peft", "
 
 
 def write_environment(run: RunDirectory, *, attempt: int, processes: int) -> None:
-    """Write environment.json and code.diff of this attempt; replace those of earlier attempts.
+    """Write environment.json and code.diff of this attempt. They replace those of earlier attempts.
 
-    code.diff exists only if the checkout has uncommitted changes. Raises WrongState if a newer
-    attempt has taken over the run.
+    code.diff is written only if the git checkout has uncommitted changes. Raises WrongState if a
+    newer attempt has taken over the run.
     """
     gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
     facts = {
@@ -62,9 +62,11 @@ MAX_DIFF_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class SourceCode:
-    """A git checkout. commit: the hash of HEAD. diff: the uncommitted changes of tracked files.
+    """The code of a git checkout.
 
-    diff is truncated at MAX_DIFF_BYTES and excludes untracked files.
+    - commit: the hash of HEAD.
+    - diff: the uncommitted changes of tracked files, cut at MAX_DIFF_BYTES. Untracked files are not
+      included.
     """
 
     commit: str
@@ -72,10 +74,10 @@ class SourceCode:
 
 
 def source_code(root: Path) -> SourceCode | None:
-    """Return the code of the git checkout whose top directory is `root`.
+    """Return the code of the git checkout with the top directory `root`.
 
-    Returns None if `root` is not a git checkout (for example an installed package), or if git fails
-    or takes more than 5 s.
+    Returns None if `root` is not a git checkout (for example an installed package), if git fails,
+    or if git takes more than 5 s.
     """
     try:
         if Path(_run_git(root, "rev-parse", "--show-toplevel").strip()) != root.resolve():

@@ -1,6 +1,7 @@
-"""The self-test of the student at the start. It tests the assumptions of training on two sequences.
+"""The self-test of the student, at the start of an attempt.
 
-If a test fails, the job uses a safe alternative, which is logged in one line, or is refused before
+It checks, on two sequences, that the assumptions of the training hold for this student. If a check
+fails, the job uses a safe alternative, which is logged in one line, or the job is refused before
 its first step. The self-test of the teacher is `teacher_service/serving/self_test.py`.
 """
 
@@ -39,10 +40,10 @@ _NOISE_FACTOR, _LEAST, _MOST = 4.0, 0.25, 2.5
 class SelfTest:
     """The result of a self-test.
 
-    - layout: placement of sequences in the lines of a batch.
-    - fused: whether the head is a linear layer, possibly scaled or capped.
-    - equal_lengths: whether only prompts of equal length are sampled together.
-    - untrained: names of the trainable weights that get no gradient.
+    - layout: the placement of sequences in the lines of a batch.
+    - fused: whether the head is a linear layer with at most a scale and a cap.
+    - equal_lengths: whether prompts are sampled together only if their lengths are equal.
+    - untrained: the names of the trainable weights that get no gradient.
     """
 
     layout: Layout
@@ -63,7 +64,7 @@ class SelfTest:
 
 
 def samples_in_trainer(config: TrainingJob) -> bool:
-    """Return True if the trainer's own process samples answers for the job."""
+    """Return whether the trainer's own process samples answers for the job."""
     return config.rollout_engine is None and (config.answers_per_step > 0 or config.is_evaluated)
 
 
@@ -72,12 +73,17 @@ def run_self_test(
 ) -> SelfTest:
     """Collective. Test the student, set its `equal_lengths`, and log the result.
 
-    The test uses a short and a longer sequence. It compares training mode with evaluation mode
-    (bit-identical), the short sequence in a batch with the short sequence alone, and, with
-    `samples`, sampling with a forward pass. Each trainable weight must get a finite gradient. The
-    student is in evaluation mode afterwards.
+    The test has a short and a longer sequence. It makes these comparisons:
 
-    Raises InvalidInput (`student.model` or `student.lora`) on all ranks if a rank has no safe path.
+    - training mode with evaluation mode, which must give bit-identical results
+    - the short sequence in a batch with the short sequence alone
+    - with `samples`, the sampling of tokens with a forward pass
+
+    Each trainable weight must get a finite gradient. The student is in evaluation mode afterwards.
+    `samples`: whether this process samples answers.
+
+    Raises InvalidInput (`student.model` or `student.lora`) on all ranks if a rank has no safe
+    alternative.
     """
     ids = torch.arange(_LONG) % student.trained.vocab_size
     passes = _run_passes(student, ids)
@@ -110,13 +116,13 @@ def run_self_test(
 
 @dataclass(frozen=True)
 class _Passes:
-    """Log-probs [T, K] of the short sequence at the same head ids, in several passes.
+    """The log-probs of the same head ids in several passes.
 
-    - alone: the sequence by itself.
-    - others: in other batches, which must not change the log-probs.
-    - evaluated: in a batch with the longer sequence, in two passes in evaluation mode.
-    - trained: the same in training mode. `evaluated` and `trained` are [N, K], with the rows of
-      both sequences.
+    - alone: [T, K], of the short sequence in a batch of its own.
+    - others: [T, K] each, of the short sequence in other batches, which must not change the
+      log-probs.
+    - evaluated: [N, K] each, of both sequences in one batch, from two passes in evaluation mode.
+    - trained: [N, K] each, of the same batch, from two passes in training mode.
     """
 
     alone: Tensor
@@ -126,7 +132,7 @@ class _Passes:
 
 
 def _run_passes(student: Replicated | Sharded, ids: Tensor) -> _Passes:
-    """Collective. Run the passes to compare. Leaves the student in evaluation mode."""
+    """Collective. Return the log-probs of all passes. Leaves the student in evaluation mode."""
     trained = student.trained.eval()
     top_k = min(_TOP_K, trained.vocab_size)
     short, longer = ids[:_SHORT], ids.flip(0)
@@ -146,7 +152,7 @@ def _run_passes(student: Replicated | Sharded, ids: Tensor) -> _Passes:
 
 
 def _check_mode(passes: _Passes) -> None:
-    """Raise InvalidInput if a row is not finite, or depends on the mode."""
+    """Raise InvalidInput if a log-prob is not finite, or differs between the two modes."""
     if not bool(passes.alone.isfinite().all()):
         raise _refuse("the logits are not finite", "choose a student whose weights are intact")
     # Some kernels of a GPU add in no fixed order, so that one of many equal passes may differ.
@@ -163,7 +169,10 @@ def _check_mode(passes: _Passes) -> None:
 
 
 def _find_leak(passes: _Passes, student: Student) -> InvalidInput | None:
-    """Return the refusal of a student whose rows depend on a longer sequence, or None."""
+    """Return the error for a student whose rows depend on a longer sequence in the batch.
+
+    Returns None if they do not depend on it, beyond rounding errors.
+    """
     difference = float((passes.evaluated[0][: _SHORT - 1] - passes.alone).abs().max())
     noise = max(float((other - passes.alone).abs().max()) for other in passes.others)
     usual = rounding(student.model, bf16=student.bf16)
@@ -184,10 +193,10 @@ def _raise_leak(leak: InvalidInput | None) -> None:
 
 
 def _has_exact_weights(student: Replicated | Sharded) -> bool:
-    """Return whether the student computes in bfloat16 and could compute in float32.
+    """Return whether the student computes in bfloat16, but has all weights in float32.
 
-    The weights of a sharded student are gathered in bfloat16, and weights under adapters are stored
-    in bfloat16.
+    Such a student can also compute in float32. A sharded student cannot, because its weights are
+    gathered in bfloat16. A student with adapters cannot, because its frozen weights are bfloat16.
     """
     weights = student.trained.model.parameters()
     return (
@@ -199,7 +208,10 @@ def _has_exact_weights(student: Replicated | Sharded) -> bool:
 
 @contextmanager
 def _exact_products(student: Student) -> Iterator[None]:
-    """Compute in float32 inside the context, to tell a leak from the rounding of bfloat16."""
+    """Context in which the student computes in float32.
+
+    A difference that remains in float32 is a leak, not the rounding of bfloat16.
+    """
     tf32 = torch.backends.cuda.matmul.allow_tf32
     student.bf16 = torch.backends.cuda.matmul.allow_tf32 = False
     try:
@@ -214,8 +226,10 @@ def _check_sampling(probe: SamplingProbe) -> None:
 
 
 def _find_untrained(student: Replicated | Sharded, ids: Tensor) -> tuple[int, tuple[str, ...]]:
-    """Collective. Return the number of non-finite gradients, and the trainable weights without a
-    gradient, by name. Experts count as trained, because other tokens may call them.
+    """Collective. Return how many weights have a gradient that is not finite, and which have none.
+
+    The second value is the sorted names of the trainable weights without a gradient. Experts are
+    never included, because other tokens may use them.
     """
     trained = student.trained.train()
     with student.synchronized(is_last=True):
@@ -236,7 +250,11 @@ def _find_untrained(student: Replicated | Sharded, ids: Tensor) -> tuple[int, tu
 def _check_gradients(
     student: Replicated | Sharded, faults: int, untrained: tuple[str, ...]
 ) -> None:
-    """Raise InvalidInput for a gradient that is not finite, and for an adapter without one."""
+    """Raise InvalidInput for a gradient that is not finite, and for an adapter without a gradient.
+
+    Also raise it if DDP would wait forever for a weight without a gradient. `faults`: the number of
+    gradients that are not finite. `untrained`: the names of the weights without a gradient.
+    """
     if faults:
         raise _refuse("a gradient is not finite", "choose another student")
     if any(".lora_" in name for name in untrained):
@@ -256,7 +274,11 @@ def _check_gradients(
 def _make_batch(
     student: Replicated | Sharded, sequences: list[Tensor], head_ids: Tensor | None = None
 ) -> Batch:
-    """Return a padded batch; `head_ids` [n, k]: of the first sequence, otherwise each token's."""
+    """Return a padded batch of `sequences`.
+
+    `head_ids` [n, k]: the head ids of the n rows of the first sequence; all rows of other sequences
+    get the first of them. None: the only head id of each row is its own token.
+    """
     scored = []
     for number, ids in enumerate(sequences):
         own_ids = ids[1:, None] if head_ids is None else head_ids[:1].expand(len(ids) - 1, -1)

@@ -1,9 +1,9 @@
-"""Trackers that receive the metrics in addition to metrics.jsonl: TensorBoard, Weights & Biases,
-trackio.
+"""Trackers, which receive the metrics in addition to metrics.jsonl: TensorBoard, Weights & Biases
+and trackio.
 
-Trackers are third-party code and often need a third-party server. Each tracker runs in its own
-thread, and training never waits for it. If a tracker fails, a warning is logged and the tracker is
-not used again.
+Trackers are third-party code, and often need a third-party server. Each tracker runs in a thread of
+its own, for which training never waits. If a tracker fails, a warning is logged, and the tracker is
+not used any more.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ _SECONDS_TO_START = 30.0
 
 
 class ThreadedTracker:
-    """Runs a tracker in a separate thread. Never raises, and waits only in `close`."""
+    """Runs a tracker in a separate thread. Its methods raise no errors, and only `close` waits."""
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
-        """Start the thread, which calls `make`. Log messages contain `name`."""
+        """Start the thread, which creates the tracker with `make`.
+
+        `name`: the name of the tracker in log messages.
+        """
         self._name = name
         self._make = make
         self._steps: SimpleQueue[tuple[int, Mapping[str, float]] | None] = SimpleQueue()
@@ -38,12 +41,15 @@ class ThreadedTracker:
         self._thread.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Queue the values of a step; drops them if the tracker has failed."""
+        """Queue the values of a step for the tracker.
+
+        If the tracker has failed, drop the values.
+        """
         if self._thread.is_alive():
             self._steps.put((step, values))
 
     def close(self) -> None:
-        """Send the queued values and end the thread; gives up after SECONDS_TO_CLOSE."""
+        """Send the queued values and end the thread. Waits at most SECONDS_TO_CLOSE."""
         self._steps.put(None)
         self._thread.join(SECONDS_TO_CLOSE)
         if self._thread.is_alive():
@@ -67,14 +73,18 @@ class TensorBoard:
     """Writes TensorBoard event files into the run directory."""
 
     def __init__(self, run: RunDirectory, last_step: int | None) -> None:
-        """`last_step`: step from which the run resumes. Older values of later steps are hidden."""
+        """Open the event file.
+
+        `last_step`: the step from which the run resumes; TensorBoard then hides older values of
+        later steps. None: a new run.
+        """
         from torch.utils.tensorboard import SummaryWriter
 
         first_hidden_step = None if last_step is None else last_step + 1
         self._writer: Any = SummaryWriter(str(run.tensorboard), purge_step=first_hidden_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the values of a step and flush them to disk."""
+        """Write the values of a step, and flush the file."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -85,13 +95,14 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Sends metrics to Weights & Biases. The environment variables of wandb apply (WANDB_MODE).
+    """Sends metrics to Weights & Biases (W&B).
 
-    The id of the W&B run is the job's id, so a resumed job continues its run.
+    The id of the W&B run is the id of the job, so a resumed job continues its W&B run. The
+    environment variables of wandb, such as WANDB_MODE, apply.
     """
 
     def __init__(self, run: RunDirectory, project: str) -> None:
-        """Connect, for at most 30 s."""
+        """Connect to the server of W&B. Waits at most 30 s."""
         import wandb
 
         config = json.loads(run.job_json.read_text())
@@ -148,8 +159,9 @@ class Trackio:
 def start_trackers(
     track: TrackConfig, run: RunDirectory, last_step: int | None
 ) -> list[ThreadedTracker]:
-    """Start the trackers of the job's table `track`. `last_step`: the step from which the run
-    resumes.
+    """Start the trackers that the job's table `track` selects.
+
+    `last_step`: the step from which the run resumes; None for a new run.
     """
     wandb, trackio = track.wandb, track.trackio
     trackers = []
