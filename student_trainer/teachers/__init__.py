@@ -1,1 +1,1 @@
-"""The sources of teacher rows: teacher services and the EMA anchor."""
+"""The sources of teacher rows: teacher services, and the anchor (EMA of the student)."""

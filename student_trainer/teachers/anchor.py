@@ -30,13 +30,18 @@ from student_trainer.parallel.shards import local
 
 
 class Anchor:
-    """A float32 copy of the trainable weights, sharded over processes like the student.
+    """The anchor: a float32 copy of the student's trainable weights, sharded like the student.
 
-    Frozen weights are shared with the student: with LoRA, only the adapters are copied.
+    The frozen weights are those of the student, without a copy. With LoRA, the anchor therefore
+    consists only of adapters.
     """
 
     def __init__(self, student: Replicated | Sharded, *, tau: float, update_period: int) -> None:
-        """Copy the student's current weights. `tau` is in [0, 1]; `update_period` is at least 1."""
+        """Copy the current weights of the student.
+
+        `tau`: the decay of the average, in [0, 1]. `update_period`: the number of updates of the
+        student between two updates of the anchor, at least 1.
+        """
         self._student = student
         self._tau = tau
         self._update_period = update_period
@@ -55,7 +60,8 @@ class Anchor:
     def after_update(self) -> None:
         """Count an update of the student. At the end of a period, update the anchor.
 
-        Call this once after each optimizer update, on every process. No communication.
+        Call this method once after each optimizer update, on every process. It needs no
+        communication.
         """
         self.updates += 1
         if self._tau == 1 or self.updates % self._update_period:
@@ -69,11 +75,11 @@ class Anchor:
 
     @contextmanager
     def in_student_place(self) -> Iterator[None]:
-        """Within this context, the student has the anchor's weights, also in passes and in
-        `gathered()`.
+        """Context in which the student has the weights of the anchor.
 
-        All processes must enter and leave the context together. Values are swapped, not tensors,
-        because DDP and FSDP2 hold references to the student's tensors.
+        This includes passes and `gathered()`. All processes must enter and leave the context
+        together. The values of the tensors are swapped, not the tensors, because DDP and FSDP2
+        refer to the student's tensors.
         """
         self._swap_weights()
         try:
@@ -82,30 +88,38 @@ class Anchor:
             self._swap_weights()
 
     def gap(self) -> float:
-        """Collective. Return |theta - phi| / |phi| over all trainable weights; 0 if |phi| is 0."""
+        """Collective. Return |theta - phi| / |phi| over all trainable weights; 0 if |phi| is 0.
+
+        theta is the student and phi is the anchor.
+        """
         distance, size = self._compute_norms()
         return distance / size if size else 0.0
 
     def size(self) -> float:
-        """Collective. Return |phi|, the Euclidean norm of all trainable weights."""
+        """Collective. Return the Euclidean norm of all weights of the anchor."""
         return self._compute_norms()[1]
 
     @property
     def elements(self) -> int:
-        """Number of trainable weights, over all processes."""
+        """The number of trainable weights, over all processes."""
         return sum(copy.numel() for copy in self._copies.values())
 
     def state(self) -> dict[str, Tensor]:
-        """Return this process's shards by parameter name. The tensors are not copies."""
+        """Return this process's shards of the anchor by parameter name.
+
+        The tensors are not copies.
+        """
         return dict(self._copies)
 
     def load_state(
         self, read_rows: Callable[[str, Tensor], Tensor], *, updates: int, version: int
     ) -> None:
-        """Load this process's shards of the state of a checkpoint.
+        """Load this process's shards of the anchor from a checkpoint.
 
-        `read_rows(name, shard)`: returns the rows of the stored tensor `name` that correspond to
-        this process's `shard`.
+        - read_rows: gets the name of a stored tensor and this process's shard of the anchor, and
+          returns the stored values of this shard.
+        - updates: the number of updates of the student.
+        - version: the number of updates of the anchor.
         """
         with torch.no_grad():
             for name, copy in self._copies.items():
@@ -113,17 +127,20 @@ class Anchor:
         self.updates, self.version = updates, version
 
     def with_anchor_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the student's `weights`, with trainable weights replaced by the anchor's.
+        """Return `weights` in which the anchor's weights replace the trainable weights of the
+        student.
 
-        `weights`: the student's parameter objects by name. A tensor with two names (tied weights)
-        remains one tensor with two names.
+        `weights`: parameters of the student by name. A tied weight, which has two names, is
+        replaced by a single tensor under both names.
         """
         by_id = {id(self._parameters[name]): copy for name, copy in self._copies.items()}
         return {name: by_id.get(id(weight), weight) for name, weight in weights.items()}
 
     @torch.no_grad()
     def _compute_norms(self) -> tuple[float, float]:
-        """Collective. Return |theta - phi| and |phi|."""
+        """Collective. Return |theta - phi| and |phi|, where theta is the student and phi the
+        anchor.
+        """
         sums = torch.zeros(2, dtype=torch.float64, device=self._student.device)
         names = [name for name, copy in self._copies.items() if self._student.counts_share_of(copy)]
         for copy, weight in map(self._local_shards, names):
@@ -133,11 +150,11 @@ class Anchor:
         return distance, size
 
     def _all_local_shards(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (anchor, student) for each weight: this process's shards."""
+        """Yield (anchor's shard, student's shard) of this process for each trainable weight."""
         return map(self._local_shards, self._copies)
 
     def _local_shards(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return this process's shards of a weight: (anchor, student)."""
+        """Return (anchor's shard, student's shard) of this process for one weight."""
         return local(self._copies[name]), local(self._parameters[name].detach())
 
     def _swap_weights(self) -> None:
@@ -149,10 +166,10 @@ class Anchor:
 
 
 class AnchorTeacher:
-    """The anchor as a TeacherSource: `score` collects rollouts, `finish` computes their rows.
+    """The anchor as a TeacherSource. `score` only stores a rollout; `finish` computes all rows.
 
-    All rollouts of a step are scored in one call of `finish`, so that the weights are swapped with
-    the student's only once per step. Computes no gradients.
+    All rollouts of a step are scored in one call of `finish`, so the weights of anchor and student
+    are swapped only once per step. No gradients are computed.
     """
 
     any_time = False
@@ -170,9 +187,11 @@ class AnchorTeacher:
     ) -> None:
         """Store the settings of the rows.
 
-        `top_k`: rows at the anchor's own top-k ids; None: at the head ids of the rollouts.
-        `prompt`: returns the prompt ids [P] that the anchor reads for a rollout; None: the
-        rollout's own prompt.
+        - temperature: divides the logits of the anchor.
+        - top_k: compute rows at the `top_k` most likely ids of the anchor; None: at the head ids of
+          the rollouts.
+        - prompt: returns the prompt ids [P] that the anchor reads for a rollout; None: the anchor
+          reads the prompt of the rollout.
         """
         self._anchor = anchor
         self._student = student
@@ -184,16 +203,16 @@ class AnchorTeacher:
         self._pending: list[tuple[Rollout, Future[RowBlock]]] = []
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
-        """Request one row per token of the completion. The next `finish` resolves the future."""
+        """Request one row per token of the completion. The next `finish` computes the rows."""
         future: Future[RowBlock] = Future()
         self._pending.append((rollout, future))
         return future
 
     def finish(self) -> None:
-        """Collective. Compute the rows of the rollouts that this process collected.
+        """Collective. Compute the rows of all rollouts that `score` has stored in this process.
 
-        Call it outside `student.gathered()`. A DistillError that `prompt` raises on one rank is
-        raised on all ranks.
+        Call this method outside `student.gathered()`. If `prompt` raises a DistillError on one
+        rank, the error is raised on all ranks.
         """
         pending, self._pending = self._pending, []
         sequences = raise_on_all_ranks(
@@ -220,7 +239,9 @@ class AnchorTeacher:
             future.set_result(blocks[number])
 
     def _build_sequence(self, number: int, rollout: Rollout) -> NumberedSequence:
-        """Return the sequence that the anchor reads: its prompt and the rollout's completion."""
+        """Return the sequence that the anchor reads: the anchor's prompt, and the rollout's
+        completion.
+        """
         prompt = rollout.token_ids[: rollout.start]
         if self._prompt is not None:
             prompt = self._prompt(rollout)

@@ -16,35 +16,42 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Connection:
-    """A connected teacher service. label: its name in messages, such as `teacher math`."""
+    """A connected teacher service.
+
+    - client: sends requests to the service.
+    - info: the information that the service gave about its model.
+    - label: the name of the teacher in messages, such as `teacher math`.
+    """
 
     client: TeacherClient
     info: TeacherInfo
     label: str
 
     def narrowed_vocab_size(self, vocab_size: int) -> int | None:
-        """Return `vocab_size` if the teacher has more logits; otherwise None, which selects all
-        logits.
+        """Return the number of logits to request: `vocab_size` if the teacher has more logits.
+
+        Otherwise return None, which requests all logits of the teacher.
         """
         return vocab_size if vocab_size < self.info.vocab_size else None
 
     @property
     def identity(self) -> str:
-        """The fingerprint and the version of the weights."""
+        """The text that identifies the teacher's weights: their fingerprint and version."""
         return identity_of(self.info.fingerprint, self.info.version)
 
 
 def teacher_facts(teachers: Mapping[str, Connection]) -> Mapping[str, str]:
-    """Return the identities of the teachers, as facts of a checkpoint; see `Saver`."""
+    """Return the identity of each teacher, by label. Every checkpoint stores them; see `Saver`."""
     return {teacher.label: teacher.identity for teacher in teachers.values()}
 
 
 def describe_changed_teachers(
     teachers: Mapping[str, Connection], checkpoint_facts: Mapping[str, str], step: int
 ) -> Sequence[str]:
-    """Return a sentence for each teacher whose identity has changed since the checkpoint of `step`.
+    """Return a sentence for each teacher that has changed since the checkpoint of `step`.
 
-    After a restart of the teacher service, an address may serve another model.
+    `checkpoint_facts`: the facts of the checkpoint, with the earlier identities. A teacher changes,
+    for example, if its service is restarted with another model at the same address.
     """
     return [
         f"the {teacher.label} {teacher.info.model} has another fingerprint than the teacher of the"
@@ -56,11 +63,12 @@ def describe_changed_teachers(
 
 @contextmanager
 def connect(config: TrainingJob) -> Iterator[Mapping[str, Connection]]:
-    """Connect to every teacher of the job; yields connections by teacher name.
+    """Context with a connection to every teacher of the job.
 
-    The name of a single teacher is ""; the mapping is empty if the job needs no teacher. Raises
-    Unavailable if a teacher does not answer, WrongState if the addresses of one teacher serve
-    different weights. `teacher.prefetch_mib` is divided equally among the teachers.
+    Yields the connections by teacher name. The name of a single teacher is "". The mapping is empty
+    if the job needs no teacher. The value of `teacher.prefetch_mib` is divided equally among the
+    teachers. Raises Unavailable if a teacher does not answer, and WrongState if the addresses of
+    one teacher serve different weights.
     """
     addresses, teacher = services_of(config), config.teacher_link
     if teacher is None:

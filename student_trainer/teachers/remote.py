@@ -1,4 +1,4 @@
-"""A teacher service as a TeacherSource."""
+"""A teacher service as a source of teacher rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from student_trainer.teachers.teacher_input import TeacherInput
 
 
 class RemoteTeacher:
-    """Requests rows from a teacher service over gRPC, with many requests in flight."""
+    """The TeacherSource that requests rows from a teacher service over gRPC.
+
+    Many requests are in flight at the same time.
+    """
 
     any_time = True
 
@@ -31,11 +34,16 @@ class RemoteTeacher:
     ) -> None:
         """Store the settings of the requests.
 
-        `top_k`: rows at the teacher's own top-k ids; None: at the head ids of the rollouts.
-        `temperature`: divides the teacher's logits. `f32`: log-probs as float32, not float16.
-        `tail_samples`: ids per row that the teacher samples from its tail; needs `top_k`.
-        `vocab_size`: rows of the softmax over the teacher's first `vocab_size` logits; None: over
-        all logits. `teacher_input`: the teacher's input for a rollout; None: the student's ids.
+        - top_k: request rows at the `top_k` most likely ids of the teacher; None: at the head ids
+          of the rollouts.
+        - temperature: divides the teacher's logits.
+        - f32: whether the service sends log-probs as float32; otherwise it sends float16.
+        - tail_samples: the number of ids per row that the teacher samples from its tail; needs
+          `top_k`.
+        - vocab_size: compute the softmax over the first `vocab_size` logits of the teacher; None:
+          over all logits.
+        - teacher_input: converts a rollout to the input of the teacher; None: the teacher reads the
+          ids of the student.
         """
         self._client = client
         self._top_k = top_k
@@ -46,11 +54,11 @@ class RemoteTeacher:
         self._teacher_input = teacher_input or TeacherInput()
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
-        """Request one row per token of the completion, without blocking.
+        """Request one row per token of the completion, without waiting for the rows.
 
-        Raises InvalidInput if the rollout is too large for one message, Corrupt if the file of an
-        image has changed. The future raises the error that the service returned, or Unavailable
-        after `teacher.patience_seconds` without an answer.
+        Raises InvalidInput if the rollout is too large for one message, and Corrupt if the file of
+        an image has changed. The future raises the error of the service, or Unavailable if the
+        service does not answer within `teacher.patience_seconds`.
         """
         view = self._teacher_input
         token_ids, start = view.tokens(rollout)
@@ -77,11 +85,14 @@ class RemoteTeacher:
         return rows if view.ids is None else map_future(rows, view.to_student_rows)
 
     def finish(self) -> None:
-        """Do nothing, because the service answers each request separately."""
+        """Do nothing: `score` has already sent the requests."""
 
 
 def map_future(rows: Future[RowBlock], change: Callable[[RowBlock], RowBlock]) -> Future[RowBlock]:
-    """Return a future of the changed rows. It raises the error of `rows` or of `change`."""
+    """Return a future whose result is `change` of the result of `rows`.
+
+    The future raises the error of `rows` or of `change`.
+    """
     mapped: Future[RowBlock] = Future()
 
     def set_mapped(completed: Future[RowBlock]) -> None:

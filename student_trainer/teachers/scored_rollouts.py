@@ -1,4 +1,4 @@
-"""Rollouts with teacher rows: the teacher scores one batch while the next batch is sampled."""
+"""Rollouts with teacher rows. The teacher scores one batch while the next batch is sampled."""
 
 from __future__ import annotations
 
@@ -18,17 +18,21 @@ PromptsOfStep = Callable[[int], tuple[Sequence[Prompt], Sequence[int]]]
 
 
 class RolloutsOfSteps(Protocol):
-    """Samples the rollouts of training steps and requests their teacher rows."""
+    """Samples the rollouts of training steps, and requests their teacher rows."""
 
     def of_step(self, step: int, prompts_of_step: PromptsOfStep) -> list[PendingRows]:
-        """Collective. Return this process's rollouts of `step`, one for each of its prompts."""
+        """Collective. Return this process's rollouts of `step`, one per prompt, with their pending
+        rows.
+
+        `prompts_of_step`: returns this process's prompts and rollout numbers of a step.
+        """
 
     def metrics(self, step: int, pending_rows: Sequence[PendingRows]) -> dict[str, Tensor]:
-        """Return metrics of the rollouts of `step`, as `Step.metric_sums` has them."""
+        """Return (sum, number) of each metric of the rollouts of `step`; see `Step.metric_sums`."""
 
 
 class ScoredRollouts:
-    """Samples rollouts in this process and requests their teacher rows."""
+    """Samples rollouts with the current weights, and requests their teacher rows."""
 
     def __init__(
         self,
@@ -45,10 +49,11 @@ class ScoredRollouts:
     def sample_and_score(
         self, prompts: Sequence[Prompt], numbers: Sequence[int]
     ) -> list[PendingRows]:
-        """Sample one rollout per prompt and request its rows, without waiting for the rows.
+        """Sample one rollout per prompt, and request its rows. Does not wait for the rows.
 
-        numbers[i]: the number of the rollout of prompts[i], which fixes its random stream. If this
-        process samples, call it inside `student.gathered()`. Call `finish` outside afterwards.
+        `numbers[i]`: the number of the rollout of `prompts[i]`; it determines the random numbers of
+        the rollout. If this process samples, call this method inside `student.gathered()`, and then
+        `finish` outside of it.
         """
         self._student.full.eval()
         return [
@@ -58,17 +63,20 @@ class ScoredRollouts:
         ]
 
     def of_step(self, step: int, prompts_of_step: PromptsOfStep) -> list[PendingRows]:
-        """Collective. Sample with the current weights, and request the rows."""
+        """Collective. Sample the rollouts of `step` with the current weights, and request their
+        rows.
+        """
         with sampling_context(self._student, self._rollouts):
             return self.sample_and_score(*prompts_of_step(step))
 
     def metrics(self, step: int, pending_rows: Sequence[PendingRows]) -> dict[str, Tensor]:
-        """Return no metrics: the current weights sampled the rollouts."""
+        """Return {}: the current weights sampled the rollouts, so their age is not measured."""
         return {}
 
     def sample(self, prompts: Sequence[Prompt], numbers: Sequence[int]) -> list[Rollout]:
-        """Collective. Sample one rollout per prompt as `sample_and_score` does, without requesting
-        rows.
+        """Collective. Sample one rollout per prompt, without requesting rows.
+
+        `numbers`: see `sample_and_score`.
         """
         with sampling_context(self._student, self._rollouts):
             self._student.full.eval()
@@ -76,12 +84,12 @@ class ScoredRollouts:
             return [rollout for batch in batches for rollout in batch]
 
     def request_rows(self, rollouts: Sequence[Rollout]) -> list[PendingRows]:
-        """Request the rows of rollouts, without waiting for the rows."""
+        """Request the teacher rows of rollouts. Does not wait for the rows."""
         return [PendingRows(rollout, self._teacher.score(rollout)) for rollout in rollouts]
 
     def finish(self) -> None:
-        """Collective. Finish the teacher source after the last rollout of a step.
+        """Collective. Call `finish` of the teacher source, after the last rollout of a step.
 
-        Call it outside `student.gathered()`. See `TeacherSource.finish`.
+        Call this method outside `student.gathered()`. See `TeacherSource.finish`.
         """
         self._teacher.finish()

@@ -1,7 +1,7 @@
-"""The interface of a teacher source, and sequences that wait for their rows.
+"""The interface of a teacher source, and sequences whose rows are still pending.
 
-A teacher source returns rows for a rollout: a teacher service (`remote.py`), the anchor
-(`anchor.py`), several teachers by name (`TeachersByName`), or none (`NoTeacher`).
+A teacher source returns teacher rows for rollouts. It is a teacher service (`remote.py`), the
+anchor (`anchor.py`), several teachers by name (`TeachersByName`), or a placeholder (`NoTeacher`).
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class PendingRows:
-    """A sequence whose rows may not have arrived. `wait` returns a ScoredSequence."""
+    """A sequence, and the future of its teacher rows."""
 
     sequence: TokenSequence
     rows: Future[RowBlock]
 
     @property
     def counts(self) -> float:
-        """Weight of the sequence in the mean loss of a step: its number of learned tokens."""
+        """The weight of the sequence in the mean loss of a step: its number of learned tokens."""
         return self.sequence.learned
 
     def wait(self) -> ScoredSequence:
-        """Wait for the rows, and return the sequence with the rows of its learned tokens.
+        """Wait for the rows. Return the sequence with the rows of its learned tokens.
 
-        Raises the error of the teacher source. The wait is limited by the time limit of the source.
+        Raises the error of the teacher source, which also limits the time of the wait.
         """
         return ScoredSequence(self.sequence, self.sequence.learned_rows(self.rows.result()))
 
@@ -46,54 +46,58 @@ def resolved(value: Value) -> Future[Value]:
 
 
 class TeacherSource(Protocol):
-    """A source of rows for a rollout, one row per token of `rollout.completion`."""
+    """A source of teacher rows for rollouts: one row per token of `rollout.completion`."""
 
     @property
     def any_time(self) -> bool:
-        """Whether any thread may call `score`, even before the step that uses the rollout."""
+        """Whether any thread may call `score`, also before the step that uses the rollout."""
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
-        """Request the rows of one rollout. The block of the future always has head ids.
+        """Request the rows of one rollout.
 
-        The future resolves when the service answers, or in the next `finish`.
+        The result of the future always has head ids. The future gets its result when the service
+        answers, or in the next call of `finish`.
         """
 
     def finish(self) -> None:
-        """Collective. Compute the rows for which `score` only stored the rollouts.
+        """Collective. Compute the rows of the rollouts that `score` has only stored.
 
-        Call this once per step, after the last `score`. A remote teacher does nothing here.
+        Call this once per step, after the last `score`. For a remote teacher, this does nothing.
         """
 
 
 class TeachersByName:
-    """A TeacherSource that sends each rollout to the teacher that its prompt names."""
+    """A TeacherSource that passes each rollout to the teacher that the rollout's prompt names."""
 
     def __init__(self, teachers: Mapping[str, TeacherSource]) -> None:
         self._teachers = teachers
 
     @property
     def any_time(self) -> bool:
-        """Whether any thread may call `score` of every teacher at any time."""
+        """Whether `any_time` is true for every teacher."""
         return all(teacher.any_time for teacher in self._teachers.values())
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
-        """Request the rows from the teacher `rollout.teacher`."""
+        """Request the rows from the teacher with the name `rollout.teacher`."""
         return self._teachers[rollout.teacher].score(rollout)
 
     def finish(self) -> None:
-        """Collective. Finish every teacher."""
+        """Collective. Call `finish` of every teacher."""
         for teacher in self._teachers.values():
             teacher.finish()
 
 
 class NoTeacher:
-    """The TeacherSource of a job with neither teacher nor anchor: placeholder rows."""
+    """The TeacherSource of a job with neither teacher nor anchor. It returns placeholder rows."""
 
     any_time = True
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
-        """Return rows with the rollout's head ids and zero log-probs; no loss reads them."""
+        """Return rows with the rollout's head ids and log-probs of zero.
+
+        No loss reads these rows.
+        """
         return resolved(placeholder_rows(rollout.head_ids.numpy()))
 
     def finish(self) -> None:
-        """Do nothing: the futures of `score` are already resolved."""
+        """Do nothing: the futures of `score` already have their results."""

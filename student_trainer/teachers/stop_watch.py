@@ -1,7 +1,7 @@
 """Ends the waits of a trainer for its services after a stop request.
 
-After a stop request a job finishes its step and writes a last checkpoint. A service that does not
-answer could delay the checkpoint past the time after which a server kills the trainer.
+After a stop request, the trainer finishes its step and writes a last checkpoint. A service that
+does not answer could delay this checkpoint too long, so that a server kills the trainer before.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ def watch_stop(
     is_over: Callable[[], bool],
     end_waits: Callable[[], bool],
 ) -> None:
-    """From STOP_SECONDS after a stop request, call `end_waits` until it returns True.
+    """Start a thread that ends the waits of this process after a stop request.
 
-    The three functions are called in a thread, which also ends when `is_over` returns True.
+    - is_stop_requested: returns whether a stop is requested.
+    - is_over: returns whether the thread is not needed any more; the thread then ends.
+    - end_waits: ends the waits, and returns whether all have ended. The thread calls it repeatedly,
+      from STOP_SECONDS after the stop request until it returns True.
     """
 
     def watch() -> None:
@@ -44,10 +47,10 @@ def watch_stop(
 
 
 def end_requests_after_stop(client: TeacherClient, is_stop_requested: Callable[[], bool]) -> None:
-    """After a stop request, fail the requests of a teacher that is away for STOP_SECONDS.
+    """After a stop request, let the requests fail if the teacher is silent for STOP_SECONDS.
 
-    The last checkpoint then has the last step that ended. A teacher that computes a large batch
-    sends no rows, but answers health checks; the trainer waits for such a teacher.
+    The last checkpoint then contains the last finished step. A teacher that computes a large batch
+    sends no rows, but answers health checks. The trainer waits for such a teacher.
     """
 
     def end_requests() -> bool:

@@ -1,4 +1,4 @@
-"""The input of a teacher for a rollout: its own prompt, and its own ids of special tokens."""
+"""The input of a teacher whose prompts or ids of special tokens differ from the student's."""
 
 from __future__ import annotations
 
@@ -24,17 +24,21 @@ from student_trainer.data.sequence import Rollout
 
 @dataclass(frozen=True)
 class TeacherInput:
-    """Converts a rollout from the student's token ids to the teacher's input.
+    """Converts a rollout from the student's token ids to the input of the teacher.
 
-    prompt: returns the prompt ids [P] of a rollout; None: the student's prompt. ids [V0] int32: a
-    permutation, the teacher's id for each id of the student; None: both have the same ids.
+    - prompt: returns the prompt ids [P] that the teacher reads for a rollout; None: the teacher
+      reads the prompt of the student.
+    - ids: [V0] int32, a permutation: the teacher's id for each id of the student; None: both have
+      the same ids.
     """
 
     prompt: Callable[[Rollout], Tensor] | None = None
     ids: NDArray[np.int32] | None = None
 
     def tokens(self, rollout: Rollout) -> tuple[NDArray[np.int32], int]:
-        """Return the ids [T] that the teacher reads for a rollout, and the start of the answer."""
+        """Return the ids [T] that the teacher reads for a rollout, and the index of the answer's
+        first id.
+        """
         prompt_ids = (
             rollout.token_ids[: rollout.start] if self.prompt is None else self.prompt(rollout)
         )
@@ -42,12 +46,12 @@ class TeacherInput:
         return np.concatenate([prompt_ids.numpy().astype(np.int32), answer]), len(prompt_ids)
 
     def to_teacher_ids(self, ids: Tensor) -> NDArray[np.int32]:
-        """Return the teacher's ids for the student's `ids`, of any shape."""
+        """Convert ids of the student, of any shape, to ids of the teacher."""
         student_ids = ids.numpy().astype(np.int32)
         return student_ids if self.ids is None else self.ids[student_ids]
 
     def to_student_rows(self, rows: RowBlock) -> RowBlock:
-        """Return rows with the teacher's ids replaced by the student's ids."""
+        """Convert the ids in rows of the teacher to ids of the student."""
         student_ids, samples = self._student_ids, rows.tail_sample_ids
         return replace(
             rows,
@@ -66,8 +70,9 @@ def teacher_prompt(
 ) -> Callable[[Rollout], Tensor]:
     """Return a function from a rollout to the prompt ids [P] int64 that the teacher reads.
 
-    `tokenizer`: the teacher's. `max_length`: maximum tokens of the teacher. See
-    `privileged_prompt`, which gets `teacher.context`. Raises InvalidInput as `teacher_form` does.
+    `tokenizer`: the teacher's tokenizer. `max_length`: the maximum number of tokens that the
+    teacher reads; None: no limit. The prompt begins with `teacher.context`, see
+    `privileged_prompt`. Raises InvalidInput in the same cases as `teacher_form`.
     """
     form = teacher_form(config, tokenizer)
     return privileged_prompt(config.teacher_context, form, tokenizer, max_length, reader="teacher")
@@ -76,8 +81,9 @@ def teacher_prompt(
 def teacher_form(config: OnPolicyJob | RLJob, tokenizer: Any) -> PromptFormat:
     """Return the format of the teacher's prompts, with the arguments of its chat template.
 
-    The arguments are `teacher.template_arguments`; by default, the student's arguments that the
-    template uses. Raises InvalidInput if the template does not support the job's keys.
+    `tokenizer`: the teacher's tokenizer. The arguments are `teacher.template_arguments`. If this
+    key is not set, they are the student's arguments that the teacher's template uses. Raises
+    InvalidInput if the template does not support the keys of the job.
     """
     template = template_text(tokenizer.chat_template)
     assert config.teacher is not None, "only a teacher has other prompts"
@@ -107,18 +113,23 @@ def privileged_prompt(
     *,
     reader: str = "anchor",
 ) -> Callable[[Rollout], Tensor]:
-    """Return a function from a rollout to the prompt ids [P] int64 that `reader` reads.
+    """Return a function from a rollout to the prompt ids [P] int64 that a teacher or anchor reads.
 
-    The ids encode the student's prompt after `context`; in a conversation, `context` is before the
-    last user message. If the context contains the solution or feedback, its reader knows more than
-    the student, and the student learns to answer without that knowledge (self-distillation, for the
-    anchor). `prompt_format` and `tokenizer` belong to the model that reads the context. `context`
-    may contain {column} for every column of the data, and {prompt} and {answer} for the prompt and
-    the reference answer, whatever their columns' names. `reader` is the table of the job with the
-    key `context`.
+    The ids encode `context`, followed by the student's prompt. In a conversation, `context` is
+    inserted before the last user message. If the context contains the solution or feedback, its
+    reader knows more than the student. The student then learns to answer without this knowledge;
+    with the anchor as the reader, this is self-distillation.
 
-    The function raises InvalidInput if a column does not exist, or if its prompt and the completion
-    together exceed `max_tokens` tokens (None: no limit).
+    - context: the text, in which {column} is replaced by the value of a column of the data.
+      {prompt} and {answer} are replaced by the prompt and the reference answer, whatever their
+      columns are called.
+    - prompt_format, tokenizer: those of the model that reads the context.
+    - max_tokens: the maximum number of tokens of the prompt and the completion together; None: no
+      limit.
+    - reader: the table of the job that has the key `context`, "teacher" or "anchor".
+
+    The returned function raises InvalidInput if a column does not exist, or if the tokens exceed
+    `max_tokens`.
     """
     field = f"{reader}.context"
 
