@@ -21,10 +21,11 @@ from student_trainer.rollouts.sampler import Sampler
 
 
 def accuracy(model_path: str, data: DataConfig, *, prompts: int, max_new_tokens: int) -> float:
-    """Return the share of greedy answers that match the reference, in [0, 1].
+    """Return the share of a model's greedy answers that match the reference, in [0, 1].
 
-    `model_path`: a Hugging Face directory. `prompts`: maximum number of prompts, sampled with seed
-    0. Runs on a GPU if there is one. Raises InvalidInput if the data or the model cannot be read.
+    `model_path`: a Hugging Face directory. `prompts`: the maximum number of prompts; they are
+    chosen at random with seed 0. Uses a GPU if there is one. Raises InvalidInput if the data or the
+    model cannot be read.
     """
     student = StudentConfig(model=model_path)
     tokenizer = load_tokenizer(student)
@@ -40,7 +41,7 @@ def accuracy(model_path: str, data: DataConfig, *, prompts: int, max_new_tokens:
 
 
 def main() -> None:
-    """Read the arguments, measure, and print the accuracy."""
+    """Read the arguments, measure the accuracy, and print it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", metavar="MODEL_DIR", help="a Hugging Face directory")
     parser.add_argument("--data", required=True, help="a file of records")

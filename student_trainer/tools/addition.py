@@ -17,7 +17,9 @@ HELD_OUT = 1000
 
 
 def examples() -> list[dict[str, str]]:
-    """Return all 10,000 pairs. Reversed digits allow a model to write a sum in the order of
+    """Return all 10,000 pairs of prompt and answer.
+
+    The digits of an answer are reversed, so that a model can write a sum in the order of the
     carries.
     """
     return [
@@ -26,7 +28,10 @@ def examples() -> list[dict[str, str]]:
 
 
 def write(out: Path, seed: int) -> None:
-    """Write train.jsonl (9,000 pairs) and heldout.jsonl (1,000) to `out`, split by the seed."""
+    """Write train.jsonl (9,000 pairs) and heldout.jsonl (1,000 pairs) to `out`.
+
+    The seed splits them.
+    """
     pairs = examples()
     random.Random(seed).shuffle(pairs)
     out.mkdir(parents=True, exist_ok=True)

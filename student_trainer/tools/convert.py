@@ -34,7 +34,7 @@ _FIELD = "MODEL"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the arguments, and convert the model. Exits with 1 and a message if that fails."""
+    """Read the arguments, and convert the model. If that fails, print a message and exit with 1."""
     parser = argparse.ArgumentParser(prog="convert", description="Convert a model.")
     parser.add_argument("model", type=Path, help="Directory of the model, or a GGUF file.")
     parser.add_argument("output", type=Path, help="New directory for the converted model.")
@@ -47,9 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def convert(model: Path, output: Path) -> None:
-    """Write `output`: the weights of `model` in their dtype, unquantised, and its tokenizer.
+    """Write the directory `output`: the unquantised weights of `model`, and its tokenizer.
 
-    Raises InvalidInput if `output` exists or `model` does not, and the errors of transformers.
+    The weights keep their dtype. Raises InvalidInput if `output` already exists or `model` does not
+    exist, and the errors of transformers.
     """
     if output.exists():
         raise InvalidInput(f"{output} exists", field="OUTPUT", hint="give a new directory")
@@ -76,14 +77,14 @@ def convert(model: Path, output: Path) -> None:
 
 
 def _merge_adapter(model: Path) -> Any:
-    """Return the base model of an adapter with the adapter in its weights."""
+    """Load the base model of an adapter, and merge the adapter into its weights."""
     from peft import AutoPeftModelForCausalLM
 
     return AutoPeftModelForCausalLM.from_pretrained(model, dtype="auto").merge_and_unload()
 
 
 def _load_unquantised(model: Path, options: dict[str, Any]) -> Any:
-    """Return a model of transformers without quantised layers."""
+    """Load a model with transformers, and dequantise its weights."""
     entry = quantisation_of(model, _FIELD) or {}
     method = "gguf" if "gguf_file" in options else entry.get("quant_method")
     if method not in (None, "gguf", *DEQUANTISED):
@@ -101,7 +102,9 @@ def _load_unquantised(model: Path, options: dict[str, Any]) -> Any:
 
 
 def _copy_tokenizer(source: Path, output: Path) -> None:
-    """Copy the files of a model directory that `output` lacks: tokenizer and chat templates."""
+    """Copy tokenizer and chat templates from a model directory, unless `output` already has the
+    files.
+    """
     skipped = (ADAPTER_CONFIG, WEIGHTS_INDEX, "config.json")
     for name in list_model_files(source):
         is_weights = name.endswith(".safetensors") or name in skipped or name.startswith("anchor/")

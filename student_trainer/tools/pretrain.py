@@ -44,16 +44,21 @@ _ANSWER = {
 
 @dataclass(frozen=True)
 class Text:
-    """One text. ids: its token ids. prompt: number of ids at the start that are not learned."""
+    """The token ids of one text.
+
+    - ids: all token ids.
+    - prompt: the number of ids at the start from which the model does not learn.
+    """
 
     ids: list[int]
     prompt: int
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the arguments, train a model, and write it to --out.
+    """Read the arguments, train a model, and write it to the directory --out.
 
-    Prints one JSON line: parameters, vocabulary (number of tokens) and loss (nats per token).
+    Prints one JSON line: the number of parameters, the number of tokens of the vocabulary, and the
+    loss in nats per token.
     """
     options = _build_parser().parse_args(arguments)
     disable_progress_bar()
@@ -84,10 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_tokenizer(kind: str, texts: Any, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Make a tokenizer from `texts`.
+    """Return a new tokenizer for `texts`.
 
-    `kind`: "characters" has one token per character; any other value trains byte-level BPE with
-    `vocab_size` tokens, which "characters" ignores.
+    `kind`: "characters" makes a tokenizer with one token per character, and ignores `vocab_size`.
+    Any other value trains a byte-level BPE tokenizer with `vocab_size` tokens.
     """
     if kind == "characters":
         alphabet = sorted(set("".join(texts)))
@@ -114,9 +119,10 @@ def make_tokenizer(kind: str, texts: Any, vocab_size: int) -> PreTrainedTokenize
 def make_model(
     vocab_size: int, tokenizer: PreTrainedTokenizerFast, layers: int, width: int
 ) -> Qwen3ForCausalLM:
-    """Return a new Qwen3 with random weights: `layers` layers of `width`, tied embeddings.
+    """Return a new Qwen3 model with random weights and tied embeddings.
 
-    The heads have 16, 32 or 64 dimensions, more for a larger width.
+    `layers`: the number of layers. `width`: the hidden size. An attention head has 16, 32 or 64
+    dimensions, depending on `width`.
     """
     head = 64 if width >= 256 else 16 if width < 64 else 32
     config = Qwen3Config(
@@ -137,10 +143,10 @@ def make_model(
 
 
 def train(model: Qwen3ForCausalLM, texts: list[Text], options: argparse.Namespace) -> float:
-    """Train in place with AdamW, warm-up and a cosine schedule; print the loss to stderr.
+    """Train `model` in place with AdamW, a warm-up and a cosine schedule. Print the loss to stderr.
 
-    Stops early if the mean loss falls below `options.until_loss`. Returns the mean loss of the last
-    50 steps, in nats per token.
+    The training ends early if the mean loss of the last 50 steps is below `options.until_loss`.
+    Returns this mean, in nats per token.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
     generator = torch.Generator().manual_seed(options.seed)
@@ -167,7 +173,10 @@ def train(model: Qwen3ForCausalLM, texts: list[Text], options: argparse.Namespac
 
 
 def _read_template(file: Path | None) -> str | None:
-    """Return the text of a chat template. Raises InvalidInput if it cannot be read."""
+    """Return the chat template in `file`; None without a file.
+
+    Raises InvalidInput if unreadable.
+    """
     try:
         return None if file is None else read_template(file)
     except (OSError, ValueError) as error:
@@ -177,10 +186,11 @@ def _read_template(file: Path | None) -> str | None:
 
 
 def _read_columns(options: argparse.Namespace, template: str | None) -> list[list[str]]:
-    """Return the column values of each record. The separator follows each value except the last.
+    """Return the values of the columns of each record.
 
-    Raises InvalidInput if the data cannot be read, or if a value is missing or neither a text nor,
-    with a chat template, a conversation.
+    Each value except the last of a record ends with the separator. Raises InvalidInput if the data
+    cannot be read, or if a value is missing. A value must be a text or, with a chat template, a
+    conversation.
     """
     writer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), eos_token=END)
     writer.chat_template = template
@@ -213,9 +223,10 @@ def _read_columns(options: argparse.Namespace, template: str | None) -> list[lis
 def _write_conversation(
     writer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, Any]], location: str
 ) -> str:
-    """Return a conversation as the chat template of `writer` writes it.
+    """Return the text that the chat template of `writer` gives for a conversation.
 
-    Raises InvalidInput if the template cannot write it.
+    `location`: the place of the record, for the error message. Raises InvalidInput if the template
+    raises an error.
     """
     try:
         text = writer.apply_chat_template(messages, tokenize=False)
