@@ -81,10 +81,11 @@ ReadInputs = Callable[[Item], tuple[ModelInput, ...]]
 
 
 def preview_with_teachers(config: AnyTraining, shown: int = SHOWN) -> Preview:
-    """Return the preview of a job before it starts.
+    """Return the preview of a job that has not started yet.
 
-    Limits and chat templates come from the teachers that answer now. Raises a DistillError as
-    `preview_of`, and if the job selects a chat template that the teachers do not have.
+    The teachers that answer now give the limits and chat templates. Raises the same errors as
+    `preview_of`, and a DistillError if the job selects a chat template that the teachers do not
+    have.
     """
     infos = ask_infos(config)
     limits = fit_limits(config, contexts_of(infos), remote=True)
@@ -107,14 +108,17 @@ def preview_of(
     warnings: Sequence[str] | None = None,
     limits: Limits = NO_LIMITS,
 ) -> Preview:
-    """Return the preview of a job. `limits`: values that the job does not set, already applied.
+    """Return the preview of a job.
 
-    `tokenizer`: the student's, with the teacher's chat template if the job selects it. None: the
-    student's own tokenizer, with a warning if the job selects the teacher's template. `warnings`:
-    the result of `choose_chat_template`. None: compare the student's template with that of a
-    teacher whose model is in a directory.
+    - shown: the number of records to show.
+    - tokenizer: the student's tokenizer; if the job selects the teacher's chat template, with this
+      template. None: load the student's tokenizer with its own template, and add a warning if the
+      job selects the teacher's template.
+    - warnings: the result of `choose_chat_template`. None: compare the student's template with that
+      of a teacher whose model is in a local directory.
+    - limits: the values that the job does not set; they are already applied to `config`.
 
-    Raises a DistillError if its data, its chat template or its tokenizer cannot be used.
+    Raises a DistillError if the data, the chat template or the tokenizer of the job cannot be used.
     """
     data, has_own_template = config.data, tokenizer is None
     if tokenizer is None:
@@ -153,7 +157,7 @@ def preview_of(
 
 
 def _epoch_size(config: AnyTraining, surveyed: Sequence[SurveyedRecord]) -> int:
-    """Return the number of records or stored sequences in a pass over the data of a job."""
+    """Return the number of records or stored sequences that one epoch of the job uses."""
     if config.stores:
         return surveyed[0].records
     assert isinstance(config.data, DataConfig), "validation requires data"
@@ -164,7 +168,11 @@ def _epoch_size(config: AnyTraining, surveyed: Sequence[SurveyedRecord]) -> int:
 
 
 def _teacher_templates(config: AnyTraining) -> Mapping[str, str | None]:
-    """Return the chat template of a teacher that the job starts from a directory, by its label."""
+    """Return the chat template of the teacher that the job starts from a local directory, by its
+    label.
+
+    Returns {} if the job starts no such teacher.
+    """
     model = config.teacher_link.model if config.teacher_link is not None else None
     if model is None or not Path(model).is_dir():
         return {}
@@ -211,7 +219,10 @@ def _survey_data(
     read_inputs: ReadInputs[Item],
     seed: int,
 ) -> Iterator[SurveyedRecord]:
-    """Yield the sample of records that decides whether a job accepts each data set."""
+    """Yield a sample of the records of each data set, as the job would read them.
+
+    The sample is the same as the one from which the job decides whether it accepts the data set.
+    """
     for source_reader, data_set in data_sets(reader):
         data, folder = source_reader.data, Path(data_set.path).parent
         records = open_records(data_set, source_reader.columns)
@@ -243,8 +254,10 @@ def _sequence_input(sequence: TokenSequence, tokenizer: Any) -> ModelInput:
 
 
 def _prompt_reading(config: OnPolicyJob | RLJob, tokenizer: Any) -> ReadInputs[Prompt]:
-    """Return a function that builds the inputs of a prompt: the student's, and those of other
-    models.
+    """Return a function from a prompt to the inputs of all models that read it.
+
+    The models are the student and, if they read other ids than the student, the teacher and the
+    anchor.
     """
     readers: list[tuple[str, Any, Callable[[Rollout], Tensor]]] = []
     teacher = config.teacher
@@ -282,7 +295,7 @@ def _prompt_reading(config: OnPolicyJob | RLJob, tokenizer: Any) -> ReadInputs[P
 
 
 def _survey_store(config: OfflineJob, tokenizer: Any) -> Iterator[SurveyedRecord]:
-    """Yield the first sequences of a store, as the student reads them."""
+    """Yield the first sequences of a store, in the form that the student reads."""
     stores = open_stores(config)
     store = stores.training
     longest = getattr(
