@@ -22,7 +22,7 @@ class AsyncTeacherClient:
     """
 
     def __init__(self, address: str | Sequence[str], **options: Any) -> None:
-        """`address`, `options`: see TeacherClient. Connections open on first use."""
+        """Arguments as for TeacherClient. The connections open on first use."""
         self._client = TeacherClient(address, **options)
 
     async def __aenter__(self) -> AsyncTeacherClient:
@@ -37,7 +37,10 @@ class AsyncTeacherClient:
         await self.close()
 
     async def info(self) -> TeacherInfo:
-        """Return the model, fingerprint and limits that all teachers of this client share."""
+        """Return the model, fingerprint and limits of the teachers.
+
+        All teachers of a client share them.
+        """
         return await asyncio.to_thread(self._client.info)
 
     async def vocabulary(self) -> list[str]:
@@ -45,8 +48,9 @@ class AsyncTeacherClient:
         return await asyncio.to_thread(self._client.vocabulary)
 
     def submit(self, query: ScoreQuery) -> asyncio.Future[RowBlock]:
-        """Request the rows of `query` and return their future immediately. Call this in an event
-        loop.
+        """Request the rows of `query`, and return a future of the rows at once.
+
+        Call this method in an event loop.
         """
         return asyncio.wrap_future(self._client.submit(query))
 
@@ -76,7 +80,7 @@ class AsyncTeacherClient:
     async def push_weights(
         self, tensors: Mapping[str, NDArray[Any]], *, tau: float | None = None
     ) -> TeacherInfo:
-        """Replace the teacher's weights, or average with `tau`. Returns the new TeacherInfo."""
+        """Replace the teacher's weights, or average them with `tau`. Return the new TeacherInfo."""
         return await asyncio.to_thread(self._client.push_weights, tensors, tau=tau)
 
     async def close(self) -> None:

@@ -53,30 +53,37 @@ _ENVELOPE_BYTES = 1024
 
 
 class TeacherNotReady(Unavailable):
-    """The teacher answers, but loads its model or stops; the message has the stage."""
+    """Raised for a teacher that answers, but is loading its model or stopping.
+
+    The message says which of the two.
+    """
 
 
 class TeacherClient:
-    """Scores queries at one or several teacher services. Methods are thread-safe.
+    """Scores queries at one or several teacher services. All methods are thread-safe.
 
-    Each teacher has a stream, and a thread that reopens the stream after a fault. An unfinished
-    request then continues from its first missing row. Several addresses must have the same weights.
-    Each teacher takes new requests as it finishes old requests. If a teacher is lost, its
+    Each teacher has a stream, and a thread that opens the stream again after a fault. Unfinished
+    requests then continue from their first missing row. All addresses must have teachers with the
+    same weights. A teacher gets new requests as it finishes old requests. If a teacher is lost, its
     unfinished requests go to the other teachers at once. All rows of a sequence come from the same
     scoring.
 
-    All unfinished requests fail with Unavailable if no message arrives for `patience_seconds` and
-    no teacher answers a health check, or if a teacher answers health checks but scores no tokens of
-    any client for ten times `patience_seconds`. They fail with WrongState if a teacher reconnects
-    with other weights and no other teacher is connected.
+    All unfinished requests fail with Unavailable in two cases:
 
-    Rows are prefetched up to `max_prefetch_bytes`. The limit does not apply to a request whose
-    future a caller waits for, with `result`, `concurrent.futures.wait`, `as_completed` or a
+    - for `patience_seconds`, no message arrives and no teacher answers a health check
+    - for ten times `patience_seconds`, a teacher answers health checks, but scores no tokens of any
+      client
+
+    They fail with WrongState if a teacher reconnects with other weights and no other teacher is
+    connected.
+
+    Rows are prefetched up to `max_prefetch_bytes`. A request is not limited by this number while a
+    caller waits for its future, with `result`, `concurrent.futures.wait`, `as_completed` or a
     callback.
 
-    A copy, such as one in a process that was started by spawn, has connections of its own, and the
-    token of its process. A forked child of a process with a connection cannot use one: calls raise
-    WrongState there.
+    A copy of a client, such as the copy in a process that multiprocessing starts with "spawn",
+    opens its own connections, with the token in the environment of its process. In a process that
+    was forked after a connection opened, each call raises WrongState.
     """
 
     def __init__(
@@ -91,13 +98,16 @@ class TeacherClient:
         background: bool = False,
         adapter: str = "",
     ) -> None:
-        """Start one thread per teacher. Connections open on first use.
+        """Start one thread per teacher. The connections open on first use.
 
-        `patience_seconds`: see the class. `max_in_flight`: maximum number of requests on a stream.
-        `field`: the field named in errors. `scope`: authenticate with a token derived for this
-        scope; see `protos.rpc.channel.open_channel`. `background`: teachers score this client's
-        requests only while no other client's request waits. `adapter`: name of the teachers'
-        adapter for every query; "" means none.
+        - `address`: HOST:PORT of one teacher, or several of them
+        - `patience_seconds`, `max_prefetch_bytes`: see the class
+        - `max_in_flight`: maximum number of requests on a stream that are not answered yet
+        - `field`: the key or option that errors name
+        - `scope`: send a token that is derived for this scope; see
+          `protos.rpc.channel.open_channel`
+        - `background`: teachers score requests of this client only while no other client waits
+        - `adapter`: name of the adapter for every query; "" means none
         """
         addresses = [address] if isinstance(address, str) else [*address]
         self._copy = partial(
@@ -152,12 +162,15 @@ class TeacherClient:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of rows that were requested or received, and that the caller has not taken yet."""
+        """Size in bytes of the rows that were requested, and that no caller has taken yet."""
         return self._window.held_bytes
 
     @property
     def silence_seconds(self) -> float:
-        """Seconds without a message of a teacher that owes an answer; 0 if no answer is due."""
+        """Seconds since the last message from the teachers.
+
+        The value is 0 if no teacher has a request to answer.
+        """
         return self._window.silence_seconds()
 
     @property
@@ -171,20 +184,22 @@ class TeacherClient:
 
     def fail_silent(self, duration: str) -> None:
         """Fail all unfinished requests with Unavailable. Later requests are not affected.
-        `duration`: how long the teacher has not answered, for the message, such as "for 20 s".
+
+        `duration`: text for the message about the time without an answer, such as "for 20 s".
         """
         self._fail_all(self._silence_error(duration))
 
     def info(self, *, waits: bool = True) -> TeacherInfo:
-        """Return the model, fingerprint and limits that all teachers of this client share.
+        """Return the model, fingerprint and limits of the teachers. All teachers of a client share
+        them.
 
-        With `waits`, the call waits for a teacher that does not listen yet. Without `waits`, such a
-        teacher counts as unreachable at once.
+        `waits`: True waits up to 5 s for a teacher that does not listen yet; False treats such a
+        teacher as unreachable at once. The fingerprint is that of the rows with this client's
+        adapter. If only some teachers do not answer within 5 s, they are logged.
 
-        The fingerprint identifies the rows with the adapter of this client. Teachers that do not
-        answer within 5 s are logged. Raises Unavailable if no teacher answers, WrongState if two
-        teachers differ or a teacher lacks the adapter, InvalidInput if a server is not a teacher,
-        Unauthenticated or Forbidden if a token is refused.
+        Raises Unavailable if no teacher answers, WrongState if two teachers differ or a teacher
+        does not have the adapter, InvalidInput if a server is not a teacher, and Unauthenticated or
+        Forbidden if a token is refused.
         """
         require_unforked()
         teacher_info: TeacherInfo | None = None
@@ -217,7 +232,7 @@ class TeacherClient:
         )
 
     def load(self) -> TeacherLoad:
-        """Return the current load and the counters of the first teacher.
+        """Return the present load and the counters of the first teacher.
 
         Raises Unavailable if the teacher does not answer within 5 s.
         """
@@ -231,8 +246,8 @@ class TeacherClient:
     def vocabulary(self) -> list[str]:
         """Return the teacher's tokens; the index is the token id.
 
-        Asks each teacher in turn, for at most `patience_seconds`. Raises Unavailable if none
-        answers.
+        Asks the teachers one after the other, each for at most `patience_seconds`. Raises
+        Unavailable if none answers.
         """
         require_unforked()
         request = teacher_pb2.GetVocabularyRequest()
@@ -245,11 +260,11 @@ class TeacherClient:
         raise fault
 
     def submit(self, query: ScoreQuery) -> Future[RowBlock]:
-        """Request the rows of `query` and return their future at once.
+        """Request the rows of `query`, and return a future of the rows at once.
 
-        The future's RowBlock always has head ids. The future fails with the teacher's error, or
-        as the class describes; `close` cancels it. Raises InvalidInput if the query cannot be
-        encoded or is larger than 64 MiB, Unavailable after `close`.
+        The RowBlock of the future always has head ids. The future fails with the teacher's error,
+        or with an error that the class describes. `close` cancels the future. Raises InvalidInput
+        if the query cannot be encoded or is larger than 64 MiB, Unavailable after `close`.
         """
         require_unforked()
         if self._adapter:
@@ -258,10 +273,10 @@ class TeacherClient:
         return self._window.submit(query)
 
     def score(self, queries: Iterable[ScoreQuery]) -> list[RowBlock]:
-        """Return the rows of each query, in order.
+        """Return the rows of each query, in the order of `queries`.
 
-        Raises the first error in that order, as the future of `submit` would, and cancels the other
-        queries.
+        If queries fail, the error of the first failed query in this order is raised, and the other
+        queries are cancelled.
         """
         futures = [self.submit(query) for query in queries]
         try:
@@ -272,8 +287,8 @@ class TeacherClient:
     def as_completed(self, queries: Iterable[ScoreQuery]) -> Iterator[tuple[int, RowBlock]]:
         """Yield (index of the query, its rows) for each query as soon as its rows arrive.
 
-        Raises the error of a failed query. An error, or leaving the loop, cancels the unfinished
-        queries.
+        Raises the error of a failed query. After an error, or if the caller leaves the loop, the
+        unfinished queries are cancelled.
         """
         numbers = {self.submit(query): number for number, query in enumerate(queries)}
         try:
@@ -286,17 +301,19 @@ class TeacherClient:
     def push_weights(
         self, tensors: Mapping[str, NDArray[Any]], *, tau: float | None = None
     ) -> TeacherInfo:
-        """Replace the teacher's weights, or with `tau` average them; return the new TeacherInfo.
+        """Replace the teacher's weights, or average them with `tau`. Return the new TeacherInfo.
 
-        `tensors` maps every parameter name to its array; see `weights_parts`. With `tau` the
-        teacher sets phi <- tau phi + (1 - tau) theta, where theta is `tensors`.
+        `tensors` maps every parameter name to its array; see `weights_parts`. With `tau`, the
+        teacher sets phi <- tau phi + (1 - tau) theta, where phi are its weights and theta is
+        `tensors`.
 
-        All rows received after this call come from the new weights: unfinished requests are scored
-        again. Other clients of this teacher fail with WrongState. Blocks for at most one hour.
+        All rows that arrive after this call come from the new weights, because unfinished requests
+        are scored again. Other clients of this teacher fail with WrongState. The call takes at most
+        one hour.
 
         Raises InvalidInput for several teachers or for arrays that cannot be pushed, and the
-        teacher's error if it refuses the push; the weights are then unchanged. After Unavailable or
-        TimedOut the outcome is unknown: call `info` to read the version.
+        teacher's error if it refuses the push. The weights are unchanged after these errors. After
+        Unavailable or TimedOut, the weights may have changed: call `info` to read their version.
         """
         require_unforked()
         if len(self._lanes) > 1:
@@ -367,7 +384,7 @@ class TeacherClient:
             lane.cancel_stream()
 
     def _loads(self) -> Mapping[str, TeacherLoad]:
-        """Return the loads of the teachers that answer, by address."""
+        """Return the load of each teacher that answers, by address."""
         loads = {}
         for lane in self._lanes:
             with suppress(grpc.RpcError, ValueError):  # `close` closed the channels
@@ -426,7 +443,7 @@ class TeacherClient:
 
 
 def _has_scored(earlier: Mapping[str, TeacherLoad], loads: Mapping[str, TeacherLoad]) -> bool:
-    """Return whether a teacher has scored tokens between two readings of the loads."""
+    """Return whether a teacher has scored tokens between two calls of `_loads`."""
     return any(
         load.scored_tokens != earlier.get(address, load).scored_tokens
         for address, load in loads.items()

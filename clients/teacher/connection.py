@@ -30,14 +30,18 @@ _NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class SharedIdentity:
-    """The identity that all teachers of a client must have. The first teacher that answers sets it.
+    """The identity (fingerprint and version) that all teachers of a client must have.
 
-    The identity consists of fingerprint and version. Thread-safe, except where a method says
-    otherwise.
+    The first teacher that answers sets the identity. The methods are thread-safe, with the
+    exceptions that their docstrings name.
     """
 
     def __init__(self, field: str, adapter: str = "") -> None:
-        """`adapter`: the identity includes this adapter."""
+        """`field`: the key or option that errors name. `adapter`: name of the client's adapter, or
+        "".
+
+        The fingerprint in the identity is that of the rows with this adapter.
+        """
         self._field = field
         self._adapter = adapter
         self._lock = threading.Lock()
@@ -46,13 +50,13 @@ class SharedIdentity:
 
     @property
     def changes(self) -> int:
-        """Number of weight updates of this client; blocks while one is in progress."""
+        """Number of weight updates by this client. Waits for the end of a running update."""
         with self._lock:
             return self._changes
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Hold the lock during a weight update, which blocks checks of teachers."""
+        """Hold the lock during a weight update. Checks of teachers wait for its end."""
         with self._lock:
             self._changes += 1
             yield
@@ -60,15 +64,16 @@ class SharedIdentity:
     def require(self, info: teacher_pb2.TeacherInfo, name: str) -> None:
         """Raise WrongState if the identity in `info` differs from the expected identity.
 
-        The first call sets the expected identity. `name` names the teacher in the error.
+        The first call sets the expected identity. `name`: the teacher's name in the error.
         """
         with self._lock:
             self.check(info, name)
 
     def of(self, info: teacher_pb2.TeacherInfo, name: str) -> str:
-        """Return the identity of the teacher `name` with this client's adapter.
+        """Return the identity in `info`, with the fingerprint for this client's adapter.
 
-        Raises WrongState if the teacher does not have the adapter.
+        `name`: the teacher's name in the error. Raises WrongState if the teacher does not have the
+        adapter.
         """
         if not self._adapter:
             return identity_of(info.fingerprint, info.version)
@@ -86,14 +91,17 @@ class SharedIdentity:
         return identity_of(fingerprints[self._adapter], info.version)
 
     def check(self, info: teacher_pb2.TeacherInfo, name: str) -> None:
-        """Like `require`, but for use inside `changing`, where the lock is held."""
+        """Do the same as `require`, without taking the lock. Call it inside `changing`."""
         identity = self.of(info, name)
         self._expected_identity = self._expected_identity or identity
         if identity != self._expected_identity:
             raise self.mismatch_error(identity, name)
 
     def mismatch_error(self, identity: str, name: str) -> WrongState:
-        """Return the error for the teacher `name` with an unexpected identity."""
+        """Return the error for a teacher with another identity than the expected one.
+
+        `name`: the teacher's name in the error.
+        """
         return WrongState(
             f"the {name} is {identity}, but {self._expected_identity} was expected",
             field=self._field,
@@ -106,7 +114,10 @@ class SharedIdentity:
 
 
 def not_a_teacher(error: grpc.RpcError, address: str, field: str = "") -> InvalidInput | None:
-    """Return the error for a server without the teacher's methods, or None for another error."""
+    """Return the InvalidInput error if a server does not know the teacher's methods.
+
+    Returns None if `error` has another cause.
+    """
     call: Any = error
     if call.code() is not grpc.StatusCode.UNIMPLEMENTED:
         return None
@@ -118,14 +129,13 @@ def not_a_teacher(error: grpc.RpcError, address: str, field: str = "") -> Invali
 
 
 class TeacherConnection:
-    """Sends requests of a queue to one teacher and returns the answers to the queue.
+    """Sends requests from the queue to one teacher, and gives the answers to the queue.
 
     A thread keeps the stream open while the queue has unfinished requests. When the stream breaks,
-    its unfinished requests return to the queue, and any connection may take them. The stream is
-    reopened after a jittered pause of at most 2 s.
+    its unfinished requests return to the queue, and any connection may send them again. The stream
+    is opened again after a random pause of at most 2 s.
 
-    `connected` is True while the stream is open; `last_fault` is the error that ended the last
-    stream.
+    `connected`: True while the stream is open. `last_fault`: the error that ended the last stream.
     """
 
     def __init__(
@@ -160,22 +170,24 @@ class TeacherConnection:
         self._thread.start()
 
     def close(self) -> None:
-        """Close the connection and join the thread. Close the queue first, otherwise this call
-        blocks.
+        """Close the connection and join the thread.
+
+        Close the queue before this call. Otherwise the thread does not end, and this call blocks.
         """
         self._channel.close()  # cancels the stream
         self._thread.join()
 
     def cancel_stream(self) -> None:
-        """Cancel the stream. The thread opens another stream when there is a request."""
+        """Cancel the stream. The thread opens a new stream when the queue has a request."""
         if self._call is not None:
             self._call.cancel()
 
     def get_info(self, call: Any = None) -> teacher_pb2.TeacherInfo:
-        """Return the teacher's info, or the result of the given call, and check its identity.
+        """Return the teacher's info, and check its identity.
 
-        Raises RpcError if it does not answer within 5 s, WrongState if its identity differs from
-        that of the other teachers.
+        `call`: a call that `start_info_call` has started; None starts a new call. Raises RpcError
+        if the teacher does not answer within 5 s, WrongState if its identity differs from that of
+        the other teachers.
         """
         message: teacher_pb2.TeacherInfo = (call or self.start_info_call()).result()
         self._was_teacher = True
@@ -183,7 +195,10 @@ class TeacherConnection:
         return message
 
     def query_info(self) -> teacher_pb2.TeacherInfo:
-        """Return the teacher's info unchecked. Raises RpcError if it does not answer within 5 s."""
+        """Return the teacher's info without a check.
+
+        Raises RpcError if no answer arrives within 5 s.
+        """
         message: teacher_pb2.TeacherInfo = self.start_info_call().result()
         return message
 
@@ -219,8 +234,9 @@ class TeacherConnection:
             self._window.wait_closed(backoff(self._failures + 1, 0.05, _MAX_BACKOFF_SECONDS))
 
     def _stream_until_fault(self) -> DistillError | None:
-        """Run one stream to its end. Return its error, or None if the teacher ended the stream
-        normally.
+        """Run one stream to its end, and return its error.
+
+        Returns None if the teacher ended the stream without an error.
         """
         self._failures += 1
         try:
@@ -260,12 +276,18 @@ class TeacherConnection:
 
 
 def _without_numbers(fault: DistillError | None) -> str:
-    """Return the text without digits, because the message of a loading teacher has a percentage."""
+    """Return the text of an error without digits, to compare errors.
+
+    The message of a teacher that loads its model has a percentage, which changes.
+    """
     return re.sub(r"\d", "", str(fault))
 
 
 def is_alive(health_check: Any) -> bool:
-    """Wait for a health check; return True if the teacher answered at all, serving or not."""
+    """Wait for a health check, and return whether the teacher answered it.
+
+    The status in the answer does not matter: a teacher that is not serving yet is alive.
+    """
     try:
         error = health_check.exception()
     except grpc.FutureCancelledError:

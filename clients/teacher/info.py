@@ -72,7 +72,7 @@ class TeacherLoad:
 
 
 def info_of(message: teacher_pb2.TeacherInfo) -> TeacherInfo:
-    """Convert the message of GetInfo, without its load."""
+    """Convert the answer of GetInfo to a TeacherInfo."""
     return TeacherInfo(
         model=message.model,
         fingerprint=message.fingerprint,
@@ -97,7 +97,7 @@ def info_of(message: teacher_pb2.TeacherInfo) -> TeacherInfo:
 
 
 def load_of(message: teacher_pb2.TeacherInfo) -> TeacherLoad:
-    """Convert the load in the message of GetInfo."""
+    """Convert the answer of GetInfo to a TeacherLoad."""
     load = message.load
     return TeacherLoad(
         queued_tokens=load.queued_tokens,

@@ -1,6 +1,6 @@
-"""The future of one query, and the assembly of its rows from a single scoring.
+"""The future of one query, and the assembly of its rows, which all come from one scoring.
 
-Waiting for a future sends its request.
+If a caller waits for a future, its request is sent even above the prefetch limit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ _ENTRY_BYTES = 2048  # estimated memory of a request and its future, rows exclud
 
 
 class RowAssembly:
-    """The rows of `query` received so far, possibly over several connections. Not thread-safe."""
+    """The rows of a query that have arrived so far, maybe over several connections.
+
+    Not thread-safe.
+    """
 
     def __init__(self, query: ScoreQuery) -> None:
         self._query = query
@@ -37,7 +40,7 @@ class RowAssembly:
 
     @property
     def resume_position(self) -> int:
-        """The `next_position` for a request of the missing rows; 0 if no row was received."""
+        """Position from which a new request asks for rows; 0 (all rows) if no row has arrived."""
         return self.next_position if self._received_rows else 0
 
     def restart(self) -> None:
@@ -51,10 +54,11 @@ class RowAssembly:
         return self._digest in (None, chunk.scoring_digest)
 
     def add(self, chunk: teacher_pb2.ScoreChunk, vocab_size: int) -> RowBlock | None:
-        """Append a chunk. Returns all rows, with head ids, when they are complete, else None.
+        """Append the rows of a chunk. Return all rows, with head ids, if they are complete, else
+        None.
 
-        `vocab_size`: number of the teacher's logits. Raises Corrupt if rows are missing, duplicate,
-        damaged or of an unexpected shape or dtype, or have other ids, or values that are not
+        `vocab_size`: number of the teacher's logits. Raises Corrupt if rows are missing, duplicate
+        or damaged, have an unexpected shape or dtype or unexpected ids, or have values that are not
         log-probs.
         """
         query, expected_position = self._query, self.next_position
@@ -128,22 +132,22 @@ def _allocate_block(query: ScoreQuery) -> RowBlock:
 
 
 class Window(Protocol):
-    """The queue that contains an answer; see PendingRequests."""
+    """The queue to which an answer belongs; see PendingRequests."""
 
     def want(self, answer: PendingAnswer) -> None:
-        """Send the request regardless of the prefetch limit, because a caller waits."""
+        """Send the request of `answer` even above the prefetch limit: a caller waits for it."""
         ...
 
     def release(self, answer: PendingAnswer) -> None:
-        """Stop counting the rows of `answer` against the prefetch limit."""
+        """Subtract the rows of `answer` from the bytes that the prefetch limit limits."""
         ...
 
 
 class _Waiters(list[Any]):
-    """The waiters of a future, to which `concurrent.futures.wait` and `as_completed` add
-    themselves.
+    """The list of a future's waiters. `concurrent.futures.wait` and `as_completed` add waiters to
+    it.
 
-    A waiter counts as a caller of `result`.
+    Each added waiter marks the future as awaited, as a call of `result` does.
     """
 
     def __init__(self, answer: PendingAnswer) -> None:
@@ -160,8 +164,8 @@ class _Waiters(list[Any]):
 class PendingAnswer(Future[RowBlock]):
     """The future of one query.
 
-    Its rows count against the prefetch limit from the time the request is sent until a caller takes
-    the result or drops the future. A caller that waits for the future, with any function of
+    The prefetch limit includes the rows of this future from the sending of the request until a
+    caller takes the result or drops the future. A wait for the future, with any function of
     `concurrent.futures` or `asyncio`, sets `is_awaited`.
 
     Lock order: first the condition of a future, then the lock of the window; never in reverse.
@@ -180,21 +184,24 @@ class PendingAnswer(Future[RowBlock]):
         self.size = answer_bytes(query) + _ENTRY_BYTES
 
     def want(self) -> None:
-        """Register that a caller waits for the answer."""
+        """Record that a caller waits for the answer."""
         self._window.want(self)
 
     def add_done_callback(self, fn: Callable[[Future[RowBlock]], object]) -> None:
-        """As in Future; `asyncio.wrap_future` waits by a callback."""
+        """Add a callback as Future does.
+
+        The future is then awaited, as for `asyncio.wrap_future`.
+        """
         self.want()
         super().add_done_callback(fn)
 
     def cancel(self) -> bool:
-        """As in Future."""
+        """Cancel the future as Future does, and record whether it was cancelled."""
         self.dropped = super().cancel()
         return self.dropped
 
     def result(self, timeout: float | None = None) -> RowBlock:
-        """As in Future. The rows then no longer count against the limit."""
+        """Return the rows as Future does. The prefetch limit then no longer includes the rows."""
         self._window.want(self)
         try:
             return super().result(timeout)
@@ -202,7 +209,7 @@ class PendingAnswer(Future[RowBlock]):
             self._release_if_done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """As in Future. When the answer has arrived, the rows no longer count against the limit."""
+        """Return the error as Future does. The prefetch limit then no longer includes the rows."""
         self._window.want(self)
         try:
             return super().exception(timeout)
@@ -210,7 +217,10 @@ class PendingAnswer(Future[RowBlock]):
             self._release_if_done()
 
     def release(self) -> None:
-        """Stop counting the rows, because the caller has taken them or dropped the future."""
+        """Remove the rows from the prefetch limit.
+
+        A caller has taken the rows, or has dropped the future.
+        """
         self._window.release(self)
 
     def _release_if_done(self) -> None:

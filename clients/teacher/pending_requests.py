@@ -33,11 +33,11 @@ MAX_TRIES = 3
 
 
 class PendingRequests:
-    """The queue of requests, shared by the caller's threads and the streams of all teachers.
+    """The queue of requests. The threads of the caller and the streams of all teachers share it.
 
-    Every method is thread-safe. A stream has at most `max_requests` requests in flight. The answers
-    that are in flight, or received and not yet taken, have at most `max_bytes` in total. A request
-    that a caller waits for is sent regardless of `max_bytes`.
+    Every method is thread-safe. A stream sends at most `max_requests` requests before their
+    answers. The answers that were requested and not yet taken by a caller have at most `max_bytes`
+    in total. A request for which a caller waits is sent even above `max_bytes`.
     """
 
     def __init__(self, max_requests: int, max_bytes: int) -> None:
@@ -57,11 +57,11 @@ class PendingRequests:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of answers that are in flight, or received and not yet taken."""
+        """Size in bytes of the answers that were requested and not yet taken by a caller."""
         return self._held_bytes
 
     def silence_seconds(self) -> float:
-        """Return the seconds since the last message while an answer is due, otherwise 0."""
+        """Return the seconds since the last message while `_is_answer_due`, otherwise 0."""
         with self._changed:
             return time.monotonic() - self.silent_since if self._is_answer_due() else 0.0
 
@@ -82,10 +82,10 @@ class PendingRequests:
         max_request_bytes: int = MAX_REQUEST_BYTES,
         vocab_size: int = 1 << 31,
     ) -> RequestStream:
-        """Register a stream to `teacher`, which takes requests from the queue until its `end`.
+        """Register a new stream to `teacher`, and return it. It takes requests until its `end`.
 
-        A request of more than `max_request_bytes` bytes fails with InvalidInput. `vocab_size`:
-        number of the teacher's logits, a limit of the ids in its rows.
+        - `max_request_bytes`: a larger request fails with InvalidInput
+        - `vocab_size`: number of the teacher's logits; all ids in its rows must be smaller
         """
         with self._changed:
             stream = RequestStream(self, teacher, max_request_bytes, vocab_size)
@@ -104,7 +104,7 @@ class PendingRequests:
                 self._changed.notify_all()
 
     def release(self, answer: PendingAnswer) -> None:
-        """Stop counting the rows of `answer` against the prefetch limit."""
+        """Subtract the rows of `answer` from the bytes that the prefetch limit limits."""
         if not answer.counted_bytes:
             return
         with self._changed:
@@ -114,21 +114,24 @@ class PendingRequests:
             self._wake_senders()
 
     def wait_for_work(self) -> bool:
-        """Block until there is an unfinished request. Return False after `close`."""
+        """Wait until there is an unfinished request, and return True.
+
+        Return False after `close`.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self._has_unfinished())
             return not self.closed
 
     def wait_closed(self, seconds: float) -> bool:
-        """Sleep for `seconds` or until `close`. Return True after `close`."""
+        """Wait for `seconds` and return False. Return True after `close`, at once."""
         with self._changed:
             return self._changed.wait_for(lambda: self.closed, seconds)
 
     def wait_for_stall(self, seconds: float, not_before: float) -> bool:
-        """Block until an answer is due and no message has arrived for `seconds`.
+        """Wait until the teachers have sent no message for `seconds` while `_is_answer_due`.
 
-        The time counts from `not_before` (monotonic clock) at the earliest. Returns False after
-        `close`.
+        The seconds start at `not_before` (monotonic clock) or later. Returns True for such a stall,
+        and False after `close`.
         """
         with self._changed:
             while not self.closed:
@@ -142,7 +145,7 @@ class PendingRequests:
             return False
 
     def rescore_all(self) -> None:
-        """Discard the rows of all unfinished requests and request them again on new streams."""
+        """Discard the rows of all unfinished requests, and send them again on new streams."""
         with self._changed:
             for stream in self._streams:
                 stream.retire()
@@ -156,7 +159,7 @@ class PendingRequests:
             _resolve_future(answer, fault)
 
     def close(self) -> None:
-        """Cancel every unfinished request and accept no more."""
+        """Cancel every unfinished request. Later calls of `submit` raise Unavailable."""
         with self._changed:
             self.closed = True
             self._answer_due.notify_all()
@@ -164,8 +167,9 @@ class PendingRequests:
             answer.cancel()
 
     def _start_silence_clock(self) -> None:
-        """Start the clock of the silence if no answer is due. Call this before an answer becomes
-        due.
+        """Set the start of the silence to now, unless a teacher already has a request to answer.
+
+        Call this before a change after which a teacher has a request to answer.
         """
         if not self._is_answer_due():
             self.silent_since = time.monotonic()
@@ -179,13 +183,18 @@ class PendingRequests:
         return bool(self._waiting) or any(stream.in_flight for stream in self._streams)
 
     def _is_answer_due(self) -> bool:
-        """True if a teacher owes an answer. A request that the limit delays is not due."""
+        """Return whether a teacher has a request to answer, or could get one now.
+
+        A request that waits only because of the prefetch limit gives False.
+        """
         return any(stream.in_flight for stream in self._streams) or self._next_answer() is not None
 
     def _next_answer(self, teacher: str | None = None) -> PendingAnswer | None:
-        """Return the oldest request that may be sent, or None if the limit forbids sending.
+        """Return the oldest request that may be sent; None if there is none, or if the limit is
+        reached.
 
-        `teacher`: skip requests that another connected teacher has failed less often.
+        `teacher`: name of the teacher to send to; None: any teacher. A request that has failed at
+        this teacher more often than at another connected teacher is left to that other teacher.
         """
         while self._waiting and self._waiting[0].dropped:
             self._waiting.popleft()
@@ -225,10 +234,10 @@ class PendingRequests:
 
 
 class RequestStream:
-    """The requests in flight on one stream.
+    """The requests on one stream that are not answered yet.
 
-    A request gets a new wire id each time it is sent, so that late chunks of an abandoned answer
-    can be ignored.
+    Each time a request is sent, it gets a new id. Late chunks for an earlier id can therefore be
+    ignored.
     """
 
     def __init__(
@@ -283,7 +292,11 @@ class RequestStream:
             return None
 
     def _is_next(self, answer: PendingAnswer) -> bool:
-        """True if this stream has room, and no suitable idle stream has fewer requests."""
+        """Return whether this stream should send the request of `answer`.
+
+        The stream must have room. No other stream that waits for a request and is suitable for this
+        request may have fewer requests in flight.
+        """
         max_requests, fewest_failures = (
             self._window._max_requests,
             self._window._fewest_failures(answer),
@@ -300,7 +313,10 @@ class RequestStream:
         return len(self.in_flight) < max_requests and len(self.in_flight) <= fewest_in_flight
 
     def receive(self, chunk: teacher_pb2.ScoreChunk) -> None:
-        """Process one chunk. Resolve the future if the answer is complete."""
+        """Process one chunk.
+
+        If the answer is now complete or has failed, set the result of its future.
+        """
         with self._changed:
             answer = self.in_flight.get(chunk.request_id)
             outcome = self._outcome_of(chunk, answer) if answer else None
@@ -312,14 +328,20 @@ class RequestStream:
             _resolve_future(answer, outcome)
 
     def end(self) -> None:
-        """Unregister the stream. Requeue its requests with their received rows, oldest first."""
+        """Remove the stream.
+
+        Its requests return to the queue with the rows received so far, oldest first.
+        """
         with self._changed:
             self.retire()
             self._window._streams.remove(self)
             self._changed.notify_all()
 
     def retire(self) -> None:
-        """Requeue the requests, stop sending, and ignore further chunks. The lock must be held."""
+        """Return the requests to the queue, send no more, and ignore later chunks.
+
+        Needs the lock.
+        """
         self._ended = True
         self._window._waiting.extendleft(reversed(self.in_flight.values()))
         self.in_flight.clear()
@@ -327,7 +349,11 @@ class RequestStream:
     def _outcome_of(
         self, chunk: teacher_pb2.ScoreChunk, answer: PendingAnswer
     ) -> RowBlock | DistillError | None:
-        """Return the rows or the error that ends the request, or None if more chunks follow."""
+        """Add a chunk to its request. Return the result of the request, or None if more chunks
+        follow.
+
+        The result is all rows of the request, or its error.
+        """
         if chunk.HasField("error"):
             error = chunk.error
             fault = error_of(error.code, error.message, field=error.field, hint=error.hint)

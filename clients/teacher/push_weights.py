@@ -1,4 +1,7 @@
-"""Pushes weights to a teacher: a header, then the tensors in chunks. One tensor is in memory."""
+"""Pushes weights to a teacher: a header, then the tensors in chunks.
+
+Only one tensor at a time is in memory.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,13 @@ def push_weights(
     tau: float | None,
     base_version: int,
 ) -> teacher_pb2.PushWeightsReply:
-    """Push `tensors` to the teacher of `stub`. Waits at most one hour for its reply.
+    """Push `tensors` to the teacher of `stub`, and return its reply. Waits at most one hour.
 
-    `tau` and the arrays: see `weights_parts`. `base_version`: the current version of the teacher's
-    weights; the teacher refuses the push if its version differs. Raises RpcError if the call fails,
-    InvalidInput for an array of another dtype.
+    - `tensors`, `tau`: see `weights_parts`
+    - `base_version`: version of the teacher's weights that the push changes; the teacher refuses
+      the push if its version differs
+
+    Raises RpcError if the call fails, InvalidInput for an array of another dtype.
     """
     parts = weights_parts(tensors, tau=tau, base_version=base_version)
     # Take the header here, so that InvalidInput reaches the caller and not gRPC's sender thread.
@@ -45,11 +50,14 @@ def weights_parts(
 ) -> Iterator[teacher_pb2.WeightsPart]:
     """Yield the messages of one push.
 
-    If `tau` is None the teacher replaces its weights, else it sets phi <- tau phi + (1 - tau) theta
-    with theta = `tensors`. Arrays are float32, float16, or uint16 with the bits of bfloat16.
+    - `tensors`: the arrays by parameter name: float32, float16, or uint16 with the bits of bfloat16
+    - `tau`: None replaces the teacher's weights by `tensors`. A number averages: the teacher sets
+      phi <- tau phi + (1 - tau) theta, where phi are its weights and theta is `tensors`.
+    - `base_version`: see `push_weights`
 
-    Every array is read twice: first for its shape and dtype, then for its data. With a lazy
-    mapping, only one array is in memory. Raises InvalidInput for an array of another dtype.
+    Every array is read twice: first for its shape and dtype, then for its data. If the mapping
+    creates its arrays on access, only one array is in memory. Raises InvalidInput for an array of
+    another dtype.
     """
     specs = [_tensor_spec(name, tensors[name]) for name in tensors]
     replace, ema = teacher_pb2.WEIGHTS_MODE_REPLACE, teacher_pb2.WEIGHTS_MODE_EMA

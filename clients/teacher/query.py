@@ -1,4 +1,7 @@
-"""Score queries: a sequence and its requested rows, the message, and the cache key."""
+"""ScoreQuery: a sequence and its requested rows.
+
+Also its message to a teacher, and its cache key.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +139,7 @@ class ScoreQuery:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the query's own arrays and images."""
+        """Size in bytes of the arrays and images of the query."""
         id_arrays = (ids for ids in (self.head_ids, self.draw_ids) if ids is not None)
         id_bytes = self.token_ids.nbytes + sum(ids.nbytes for ids in id_arrays)
         return id_bytes + sum(map(len, self.images))
@@ -162,7 +165,7 @@ def _require_integers(field: str, ids: object, shape: str, dimensions: int) -> N
 
 
 def answer_bytes(query: ScoreQuery) -> int:
-    """Return the memory of the rows of `query` in bytes, without head ids given in the query."""
+    """Return the size in bytes of the rows of `query`, without head ids in the query."""
     logprob_bytes = 4 if query.f32 else 2
     candidate_bytes = (4 if query.head_ids is None else 0) + logprob_bytes
     sample_bytes = 4 * query.tail_samples + 4 if query.tail_samples else 0
@@ -174,7 +177,10 @@ def answer_bytes(query: ScoreQuery) -> int:
 def request_of(
     query: ScoreQuery, request_id: str, next_position: int = 0
 ) -> teacher_pb2.ScoreRequest:
-    """Return the message that requests the rows of `query` from `next_position` on (0: all)."""
+    """Return the message that requests the rows of `query`.
+
+    `next_position`: position of the first requested row; 0 requests all rows.
+    """
     f16, f32 = teacher_pb2.LOGPROB_FORMAT_F16, teacher_pb2.LOGPROB_FORMAT_F32
     request = teacher_pb2.ScoreRequest(
         request_id=request_id,
@@ -202,7 +208,7 @@ def request_of(
 def requests_of(
     query: ScoreQuery, request_id: str, next_position: int = 0
 ) -> Iterator[teacher_pb2.ScoreRequest]:
-    """Yield the message of `request_of`, or several messages if it is too large."""
+    """Yield the message that `request_of` returns, or several messages if it is too large."""
     request = request_of(query, request_id, next_position)
     if request.ByteSize() <= MAX_MESSAGE_BYTES - REQUEST_ENVELOPE_BYTES:
         yield request
@@ -225,15 +231,16 @@ def requests_of(
 
 
 def identity_of(fingerprint: str, version: int) -> str:
-    """Return a teacher's identity, the value of IDENTITY_KEY."""
+    """Return the text that identifies a teacher's weights in the metadata IDENTITY_KEY."""
     return f"{fingerprint} version {version}"
 
 
 def row_key(fingerprint: str, version: int, query: ScoreQuery) -> bytes:
-    """Return the 32-byte cache key of the rows that this teacher computes for `query`.
+    """Return the 32-byte cache key of the rows that a teacher computes for `query`.
 
-    The key is a sha256 of all values that determine the rows, including the codec version.
-    `fingerprint`: the teacher's fingerprint with the query's adapter.
+    The key is a sha256 of all values that determine the rows, including the version of the codec.
+    `fingerprint`: the teacher's fingerprint for the adapter of the query. `version`: version of the
+    teacher's weights.
     """
     facts = [
         fingerprint,
