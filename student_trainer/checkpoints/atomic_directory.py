@@ -37,7 +37,7 @@ Digests = str | Sequence[str]
 def partial_path(path: Path) -> Path:
     """Return the path of the temporary directory in which this attempt writes the directory `path`.
 
-    Every attempt has another temporary directory.
+    Each attempt has its own temporary directory.
     """
     return path.with_name(f".{path.name}.{own_attempt()}.tmp")
 
@@ -130,7 +130,10 @@ def as_disk_error(error: BaseException, path: Path) -> OSError | None:
 
 
 def write_synced(path: Path, data: bytes) -> str:
-    """Write a file, sync it to disk, and return its SHA-256. Creates the directory."""
+    """Write a file, sync it to disk, and return its SHA-256.
+
+    Creates the file's directory if it does not exist.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         file.write(data)

@@ -3,15 +3,17 @@
     URL/NAME/   job.json                 the resolved job; another job with this name is refused
                 limits.json              the values that the job does not set
                 metrics.jsonl            at least the steps up to the newest checkpoint
-                checkpoints/step-000050/ the files of a checkpoint; it is complete if it contains
-                                         manifest.json
-                export/                  the files of the export; complete in the same case
+                checkpoints/step-000050/ the files of a checkpoint
+                export/                  the files of the export
                 writer                   the process that may write (`ObjectFolder.claim`)
 
-URL is the job's `checkpoint.copy_to`, and NAME is the job's name. During training, a thread of the
-main process copies the newest and the best checkpoint. If a newer checkpoint replaces a checkpoint
-before the copy starts, the older one is not copied. An attempt downloads a checkpoint if it is
-newer than all checkpoints in the run directory of the attempt.
+URL is the job's `checkpoint.copy_to`, and NAME is the job's name. A checkpoint or an export is
+complete if its manifest.json exists, because the manifest is copied last.
+
+During training, a thread of the main process copies the newest and the best checkpoint. If a newer
+checkpoint replaces a checkpoint before the copy starts, the older one is not copied. An attempt
+downloads a checkpoint if it is newer than all intact checkpoints in the run directory of the
+attempt.
 """
 
 from __future__ import annotations

@@ -49,18 +49,18 @@ def export_model(
     dtype: torch.dtype = torch.float32,
     main: bool = True,
 ) -> None:
-    """Collective. Write the model as a plain Hugging Face directory; only the process with `main`
-    writes.
+    """Collective. Write the model as a plain Hugging Face directory.
 
     The weights are rounded to `dtype`. LoRA adapters are merged into the weights, and are also
     stored separately in `adapter/`, without rounding. The anchor is written in the same way into
-    `anchor/`. In addition to the model, the writing process needs memory for the weights of one
-    layer or of the embeddings.
+    `anchor/`.
 
     - source: the directory of the original model; None for a model created in memory.
     - source_files: the result of `read_source_files` from the start of the run; None: read the
       files now.
-    - note: gets messages about the export for the user.
+    - note: a function that gets messages about the export for the user.
+    - main: whether this process writes the files. In addition to the model, it needs memory for the
+      weights of one layer or of the embeddings.
 
     Raises InvalidInput (`export.dtype`) if `dtype` is float16 and a number is beyond its range.
     Raises WrongState if a newer attempt has taken over the run.
@@ -317,9 +317,9 @@ def _group_by_layer(
 
 
 def _layer_prefix(name: str) -> str:
-    """Return the prefix of the name of a weight that all weights of its layer share.
+    """Return the part of a weight's name that all weights of its layer share.
 
-    The prefix ends with the first number, or with the second part if the name has no number.
+    This part ends with the first number, or with the second word if the name has no number.
     """
     words = name.split(".")
     number = next((place for place, word in enumerate(words) if word.isdecimal()), 1)

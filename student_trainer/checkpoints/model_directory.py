@@ -39,10 +39,10 @@ _MAX_FILE_BYTES = 50_000_000_000
 
 
 def remove_aliases(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights that a model directory stores. Tied weights are stored under their first
-    name.
+    """Return the weights that a model directory stores.
 
-    `weights`: the parameters and buffers of the model, or replacements for them, by name.
+    A tied weight is stored only under its first name. `weights`: the parameters and buffers of the
+    model, or other tensors to store in their place, by name.
     """
     first: dict[int, str] = {}
     for name, weight in weights.items():
@@ -193,7 +193,7 @@ def _write_chat_template(path: Path, template: Any) -> None:
 
 
 def _is_carried_over(name: str) -> bool:
-    """Return whether the model directories of a run get a copy of this file."""
+    """Return whether the model directories of a run get a copy of the student's file `name`."""
     # The manifest of an earlier export is about the files of that export.
     is_rewritten = name in ("generation_config.json", ADAPTER_CONFIG, MANIFEST)
     is_about_weights = name.endswith((".safetensors", ".index.json"))

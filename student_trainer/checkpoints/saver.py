@@ -6,9 +6,9 @@
               deletes older checkpoints
 
 The threads use no collectives. When a thread has written its part, it writes the digests of the
-part into a file of the temporary directory, for which the main process waits. `poll` shares the
-errors of the threads between the steps of training. Saving does not change the results of the run.
-At most one checkpoint is written at a time.
+part into a file in the temporary directory. The thread of the main process waits for these files.
+`poll` shares the errors of the threads between the steps of training. Saving does not change the
+results of the run. At most one checkpoint is written at a time.
 """
 
 from __future__ import annotations

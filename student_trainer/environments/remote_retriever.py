@@ -1,7 +1,9 @@
 """The client of a retrieval server that has the interface of Search-R1. Does not import torch.
 
-POST URL {"queries": [...], "topk": 3, "return_scores": true} -> {"result": [[{"document":
-{"contents": "title\\ntext"}, "score": 1.5}, ...], ...]}
+The request and the response have these formats:
+
+    request    POST URL {"queries": [...], "topk": 3, "return_scores": true}
+    response   {"result": [[{"document": {"contents": "title\\ntext"}, "score": 1.5}, ...], ...]}
 """
 
 from __future__ import annotations

@@ -368,8 +368,8 @@ def write_samples(folder: Path, step: int, records: Sequence[Mapping[str, Any]])
     """Write records of an evaluation to the file step-N.jsonl in `folder`, one JSON object per
     line.
 
-    `folder`: in the run directory, `samples` for transcripts or `token_logprobs` for records of
-    tokens. Raises WrongState if a newer attempt has taken over the run.
+    `folder`: the folder `samples` of the run directory for transcripts, or `token_logprobs` for
+    records of tokens. Raises WrongState if a newer attempt has taken over the run.
     """
     folder.mkdir(exist_ok=True)
     require_unfenced()

@@ -161,11 +161,11 @@ def load_generation_config(student: StudentConfig) -> Any:
 
 
 def load_image_reader(student: StudentConfig, field: str = "data.image_column") -> ImageReader:
-    """Return the reader that converts the images of prompts into inputs of the student's model.
+    """Return the reader that converts images of prompts into inputs of the student's model.
 
-    `field`: the key of the job that requires images, for error messages. Raises InvalidInput if the
-    package pillow is missing, if the image processor cannot be read, or if the model does not read
-    images as patches with a grid.
+    `field`: the key of the job that requires images, for error messages. Raises InvalidInput in
+    these cases: the package pillow is missing, the image processor cannot be read, or the model
+    does not read images as patches with a grid.
     """
     require_pillow(field)
     placeholder = getattr(load_config(student), "image_token_id", None)

@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 
 
 class Student(nn.Module):
-    """The module that DDP and FSDP wrap: the model with its head, and the loss, in one forward
-    pass.
+    """The module that DDP and FSDP wrap.
 
-    The head runs inside `forward`, because FSDP gathers the full weights of the head only there.
+    Its forward pass runs the model, the model's head and the loss. The head runs inside `forward`,
+    because FSDP gathers the full weights of the head only there.
 
     - layout: the placement of sequences in the lines of a batch; `choose_attention` sets it.
     - compiled: whether the layers are compiled; `compile_layers` sets it.
@@ -235,11 +235,10 @@ def hollow_copy(student: Student) -> Student:
 
 
 def _zero_with_gradients(body: nn.Module) -> Tensor | float:
-    """Return 0 as a sum that depends on every trainable weight, so each weight gets a gradient of
-    0.
+    """Return 0 as a sum that depends on every trainable weight.
 
-    DDP waits for the gradients of all weights, but a batch without images does not use the weights
-    of the vision part.
+    Each weight then gets a gradient of 0. DDP waits for the gradients of all weights, but a batch
+    without images does not use the weights of the vision part.
     """
     weights = [weight.flatten()[0] for weight in body.parameters() if weight.requires_grad]
     return torch.stack(weights).sum() * 0 if weights and torch.is_grad_enabled() else 0.0

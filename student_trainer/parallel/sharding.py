@@ -48,9 +48,9 @@ Group = TypeVar("Group")
 
 
 class Replicated:
-    """A student of which every process has all weights and their optimizer state.
+    """A student of which every process has all weights and all optimizer state.
 
-    The processes use DDP; there may also be a single process.
+    With several processes, the student is wrapped by DDP.
 
     - trained: the Student that is trained.
     - full: the Student to use inside `gathered()`; here the same object.
@@ -68,7 +68,7 @@ class Replicated:
     def __call__(self, *inputs: Any) -> FusedLoss:
         """Collective. Run `Student.forward`.
 
-        All processes must call it the same number of times.
+        All processes must call this method the same number of times.
         """
         loss: FusedLoss = self._wrapped(*inputs)
         return loss
@@ -233,9 +233,10 @@ class Sharded:
         self._cast = {name for name, weight in student.named_parameters() if id(weight) in cast_ids}
 
     def __call__(self, *inputs: Any) -> FusedLoss:
-        """Collective. Run `Student.forward`. All processes must call it the same number of times.
+        """Collective. Run `Student.forward`.
 
-        The processes of a group must pass the same batch.
+        All processes must call this method the same number of times. The processes of a group must
+        pass the same batch.
         """
         if self.context is not None:
             return self.context.loss(self.trained, *inputs)
