@@ -63,14 +63,14 @@ class CaptureData(PromptKeys):
 
     @property
     def prompt_format(self) -> PromptFormat:
-        """The format of the prompts. Not used for plain text."""
+        """The format of the prompts. A capture of plain text (form `text`) does not use it."""
         has_conversations = self.form == "messages"
         messages = self.messages_column if has_conversations else None
         return self.format_of(self.prompt_column, messages, self.image_column)
 
 
 class RayConfig(Table):
-    """A capture with several engines on the GPUs or machines of a Ray cluster."""
+    """Settings of a capture that runs several engines on a Ray cluster."""
 
     actors: Count | None = None
     """Number of engines; default: one per GPU of the cluster, or one without GPUs."""
@@ -118,13 +118,14 @@ class CaptureConfig(FittedTable):
 
     @property
     def part(self) -> tuple[int, int]:
-        """The key `shard` as two integers (i, n)."""
+        """The key `shard` as two integers (i, n): this job captures part i of n."""
         index, count = map(int, self.shard.split("/"))
         return index, count
 
     def store_in(self, run: Path) -> str:
-        """Return the directory or URL of the rows. With n > 1 parts, each part has a subdirectory.
+        """Return the directory or URL into which the job writes its rows.
 
+        If the job captures one of several parts (key `shard`), the part has its own subdirectory.
         `run`: the run directory, used if the job names no store.
         """
         index, count = self.part
@@ -237,14 +238,19 @@ class CaptureJob(JobConfig):
 
     @property
     def extras(self) -> Sequence[Extra]:
-        """The extras of the teacher, and of Ray."""
+        """The extras (optional dependencies of the package) that the job needs: `teacher`, and
+        `ray` for a capture on Ray.
+        """
         ray = ("ray", "a capture on Ray", "method.ray")
         teacher = ("teacher", "a capture", "method.type")
         return [teacher, *([] if self.method.ray is None else [ray])]
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs of the engine. A capture on Ray gets the GPUs of its engines from Ray."""
+        """Number of GPUs of the engine: `teacher.gpus`, but at least 1.
+
+        The number is 1 for a capture on Ray, because Ray assigns the GPUs of the engines.
+        """
         return 1 if self.method.ray is not None else max(1, self.teacher.gpus or 1)
 
     @property
@@ -265,7 +271,9 @@ class CaptureJob(JobConfig):
 
     @property
     def data_files(self) -> Sequence[DataFile]:
-        """The data. A capture scores the tokens on which a fine-tuning job would train."""
+        """The data set to score. The capture scores the tokens that a fine-tuning job would train
+        on.
+        """
         data, columns = self.data, columns_of("teacher.context", self.teacher.context)
         if data.form == "text":
             columns = (("data.text_column", data.text_column), *columns)

@@ -1,4 +1,4 @@
-"""The models of `distill eval`: a job file with `method.type = "eval"`, and an evaluation."""
+"""The keys of an evaluation job (`method.type = "eval"`), and the settings of one evaluation."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class EvalJob(JobConfig):
 
     @property
     def data_files(self) -> Sequence[DataFile]:
-        """The prompts."""
+        """The data file with the prompts. Empty if a reasoning_gym task generates the prompts."""
         answers = self.reward.needs_reference
         if self.data is None:
             return ()
@@ -114,7 +114,7 @@ class EvalJob(JobConfig):
 
 
 class ExamConfig(Table):
-    """An evaluation. The command line passes this object to the evaluation program as JSON."""
+    """The settings of one evaluation. The command line passes them to the program as JSON."""
 
     models: Mapping[Name, Name]
     """Models by display name: a Hugging Face directory, or the model name of the endpoint."""
@@ -139,7 +139,7 @@ class ExamConfig(Table):
 
     @property
     def data_files(self) -> Sequence[DataFile]:
-        """The prompts."""
+        """The data file with the prompts. Empty if a reasoning_gym task generates the prompts."""
         if self.data is None:
             return ()
         answers = self.reward.needs_reference

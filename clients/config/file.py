@@ -78,13 +78,18 @@ class _Draft:
         return f"{self.name}:{line}" if line else self.name
 
     def add_problem(self, path: KeyPath, message: str, source: str | None = None) -> None:
-        """Add a problem of a key. `source`: its file and line, if they are not those of the key."""
+        """Add a problem of a key to `problems`.
+
+        `source`: the file and line to report. Default: the file and line of the key.
+        """
         location = self.source(path) if source is None else source
         self.problems.append(": ".join(filter(None, (location, ".".join(path), message))))
 
     def source_of_list(self, key: KeyPath) -> str:
-        """Return the file and line of a key's list in the sweep, written nested or with a dotted
-        key.
+        """Return the file and line of the list that the table `sweep` gives for a key.
+
+        The file may write the key as nested tables or with dots. A list from the command line has
+        the source `--set`.
         """
         if (LABEL, *key) in self.overridden:
             return "--set"
@@ -97,11 +102,11 @@ class _Draft:
 def load_job(source: Path | str | JobSource, overrides: Sequence[str] = ()) -> JobFile:
     """Read a job, apply `KEY=VALUE` overrides, and validate the job.
 
-    `source`: the path of a job file, or a job in Python: a dict with the tables of a file, a job
-    such as OnPolicyJob, or a JobFile.
+    `source`: the path of a job file, or a job in Python. A job in Python is a dict with the tables
+    of a file, a job object such as OnPolicyJob, or a JobFile.
 
-    Raises InvalidInput if there are several jobs, or if the job has problems; the message lists
-    all problems, those of a file with the lines of their keys.
+    Raises InvalidInput if the source has several jobs, or if the job has problems. The message
+    lists all problems. For a job file, it gives the line of each key.
     """
     files = load_jobs(source, overrides)
     if len(files) > 1:
@@ -114,10 +119,13 @@ def load_job(source: Path | str | JobSource, overrides: Sequence[str] = ()) -> J
 
 
 def load_jobs(source: Path | str | JobSource, overrides: Sequence[str] = ()) -> list[JobFile]:
-    """Read one job, or several in `[[job]]` tables, and validate every job.
+    """Read one job, or several jobs in `[[job]]` tables, and validate each job.
 
-    A job with a table `sweep` gives one job for each combination of its values. Overrides need a
-    source with one job. Raises InvalidInput as `load_job` does, and if two jobs have the same name.
+    A job with a table `sweep` becomes one job for each combination of the sweep's values. Overrides
+    are refused if the source has several `[[job]]` tables.
+
+    Raises InvalidInput if a job has problems, or if two jobs have the same name. The message lists
+    all problems.
     """
     if not isinstance(source, str | Path):
         return _load_values(source, overrides)
@@ -132,10 +140,11 @@ def load_jobs(source: Path | str | JobSource, overrides: Sequence[str] = ()) -> 
 
 
 def sweep_job(base: JobSource, changes: Sequence[Mapping[str, Any]]) -> list[JobFile]:
-    """Return a job for each change of `base`, with the names and labels of a sweep.
+    """Return one job for each change: a copy of `base` with the values of the change.
 
-    A change maps keys to values, such as {"train.learning_rate": 3e-5, "seed": 2}. Raises
-    InvalidInput as `load_jobs` does.
+    The jobs get their names and labels as the jobs of a sweep do. A change maps keys to values,
+    such as {"train.learning_rate": 3e-5, "seed": 2}. Raises InvalidInput if `base` already has a
+    sweep, or for the problems of `load_jobs`.
     """
     values = document_of(base.config if isinstance(base, JobFile) else base)
     if LABEL in values:
@@ -144,7 +153,7 @@ def sweep_job(base: JobSource, changes: Sequence[Mapping[str, Any]]) -> list[Job
 
 
 def _load_values(source: JobSource, overrides: Sequence[str]) -> list[JobFile]:
-    """Return the jobs of a source in Python. A JobFile keeps its path, text and sources."""
+    """Return the validated jobs of a source in Python. A JobFile keeps its path, text, sources."""
     if not isinstance(source, JobFile | Table | Mapping):
         raise InvalidInput(
             "a job is a path, a dict with the tables of a job file, or a job such as OnPolicyJob"
@@ -161,7 +170,7 @@ def _load_values(source: JobSource, overrides: Sequence[str]) -> list[JobFile]:
 
 
 def _validate_all(name: str, text: str, parsed: Parsed, overrides: Sequence[str]) -> list[JobFile]:
-    """Return the jobs of a file, or of a source in Python, whose `name` is ""."""
+    """Return the validated jobs of a source. `name`: path of the file; "" for a job in Python."""
     drafts = [
         _Draft(name, job_part, _copy_tables(job_part.values))
         for job_part in _split_jobs(name, parsed)
@@ -200,7 +209,7 @@ def _at(location: str, message: str) -> str:
 
 
 def _split_jobs(name: str, parsed: Parsed) -> list[Parsed]:
-    """Split the file into one part per job."""
+    """Return one part for each `[[job]]` table. A file without `[[job]]` tables is one part."""
     tables = parsed.values.get("job")
     if tables is None:
         return [parsed]
@@ -226,7 +235,7 @@ def _split_jobs(name: str, parsed: Parsed) -> list[Parsed]:
 
 
 def _require_names(drafts: Sequence[_Draft], configs: Sequence[AnyJob | None]) -> None:
-    """Add a problem to each job whose name an earlier job of the file already has."""
+    """Add a problem to each job whose name is also the name of a sweep or of an earlier job."""
     names = {draft.sweep for draft in drafts if draft.sweep}
     for draft, config in zip(drafts, configs, strict=True):
         if config is not None and config.name in names:
@@ -235,7 +244,7 @@ def _require_names(drafts: Sequence[_Draft], configs: Sequence[AnyJob | None]) -
 
 
 def _expand_sweep(draft: _Draft) -> list[_Draft]:
-    """Return a draft for each point of the job's sweep, or only `draft` without a sweep."""
+    """Return one draft for each point of the job's sweep. Without a sweep, return only `draft`."""
     if LABEL not in draft.values:
         return [draft]
     try:
@@ -255,7 +264,7 @@ def _expand_sweep(draft: _Draft) -> list[_Draft]:
 
 
 def _draft_at_point(draft: _Draft, point: SweepPoint) -> _Draft:
-    """Return the draft with the values of a point, and with its name and labels."""
+    """Return a copy of the draft with the values of a point, and the name and labels of its job."""
     values = _copy_tables(draft.values)
     for key, value in point.values.items():
         if invalid_key := _set_key(values, key, value):
@@ -353,7 +362,7 @@ def named_files(config: AnyJob) -> list[tuple[str, str]]:
 
 
 def is_file_name(name: str) -> bool:
-    """Return whether a name can only be a path and not a hub id, even if the path does not exist.
+    """Return True if a name can only be a path, and not a hub id. The path need not exist.
 
     Such a name has a file suffix, a leading "/", "./", "../" or "~", a "\\", more than one "/", or
     an existing directory before the "/". Raises OSError if this directory cannot be accessed.
@@ -366,7 +375,8 @@ def is_file_name(name: str) -> bool:
 def is_absolute(name: str) -> bool:
     """Return whether a path is absolute on Linux or on Windows.
 
-    A client on Windows names files of a server on Linux, and may send the names of its own files.
+    Both kinds occur: a client on Windows can name files of a Linux server and files of its own
+    machine.
     """
     return PurePosixPath(name).is_absolute() or PureWindowsPath(name).is_absolute()
 
@@ -459,7 +469,11 @@ def _apply_override(override: str, draft: _Draft) -> None:
 
 
 def _set_key(values: dict[str, Any], path: KeyPath, value: Any) -> str:
-    """Set the value of a key. Return "", or the name of an outer key whose value is not a table."""
+    """Set the value of a key.
+
+    Returns "" if the value was set. If the value of an outer key is not a table, returns the name
+    of this outer key.
+    """
     table: Any = values
     for depth, part in enumerate(path[:-1], start=1):
         table = table.setdefault(part, {})

@@ -63,9 +63,10 @@ def parse_job(document: str | bytes, *, strict: bool = False) -> AnyJob:
 
 
 def schema_of(kinds: Sequence[Kind]) -> dict[str, Any]:
-    """Return the schema of files with one job of these kinds, or with several in `[[job]]` tables.
+    """Return the JSON Schema of job files for jobs of the given classes.
 
-    A required key stays required even if the table `sweep` has a list for it.
+    A file has one job, or several jobs in `[[job]]` tables. A required key stays required even if
+    the table `sweep` has a list for it.
     """
     _, schema = models_json_schema([(kind, "validation") for kind in kinds])
     definitions = schema["$defs"]

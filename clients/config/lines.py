@@ -50,8 +50,8 @@ class Parsed:
 def parse(text: str, suffix: str) -> Parsed:
     """Parse TOML (suffix ".toml") or YAML. Raises SyntaxFault if the text is invalid.
 
-    Deep nesting and YAML aliases are refused, because they allow a small file to need unbounded
-    time or memory.
+    Deep nesting and YAML aliases are refused: with them, a small file could need any amount of time
+    or memory.
     """
     try:
         return _parse_toml(text) if suffix == ".toml" else _parse_yaml(text)
@@ -96,7 +96,11 @@ def _toml_lines(text: str) -> Mapping[KeyPath, int]:
 
 
 def _insert_indices(path: KeyPath, lengths: Mapping[KeyPath, int]) -> KeyPath:
-    """Insert after each list of tables the index of its last table, which a header refers to."""
+    """Return `path` with an index after the name of each list of tables.
+
+    The index is that of the last table in the list so far, because in TOML the header of an inner
+    table refers to this table. `lengths`: number of tables in each list so far.
+    """
     full_path: KeyPath = ()
     for part in path:
         full_path = (*full_path, part)

@@ -48,7 +48,7 @@ class OfflineData(PromptKeys):
 
     @property
     def training_paths(self) -> list[tuple[str, str]]:
-        """The training store, with its key in the job file."""
+        """The key in the job file, and the path of the training store."""
         return [("data.path", self.path)]
 
     @property
@@ -207,7 +207,9 @@ class OfflineJob(TrainingJob):
 
     @property
     def data_files(self) -> Sequence[DataFile]:
-        """The captured prompts, and the prompts and reference answers for `eval.metric`."""
+        """The data files that the job reads: `data.prompts`, and `data.eval_prompts` for
+        `eval.metric`.
+        """
         data, files = self.data, list[DataFile]()
         if data.prompts is not None:
             files.append(DataFile("data.prompts", data.prompts, prompts=data.prompt_format))

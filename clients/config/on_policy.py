@@ -71,7 +71,10 @@ class OnPolicyConfig(FittedTable):
     @model_validator(mode="before")
     @classmethod
     def _without_removed_keys(cls, values: Any) -> Any:
-        """Drop a removed key that jobs of an earlier version contain with its default value."""
+        """Drop the removed key `control_variate` if it has its default value.
+
+        Jobs of an earlier version contain this key.
+        """
         if isinstance(values, dict) and values.get("control_variate") is False:
             return {key: value for key, value in values.items() if key != "control_variate"}
         return values
@@ -93,7 +96,10 @@ class OnPolicyConfig(FittedTable):
 
     @property
     def tail_mode(self) -> OnPolicyTail:
-        """The tail mode of `topk_kl`. The defaults are unbiased, with the least variance."""
+        """The tail mode for `topk_kl`: the key `tail`, or its default.
+
+        The defaults are unbiased and have the least variance.
+        """
         if self.tail is not None:
             return self.tail
         if self.divergence == "reverse_kl" and self.head == "teacher":
@@ -214,12 +220,12 @@ class OnPolicyJob(TrainingJob):
 
     @property
     def teacher_addresses(self) -> Mapping[str, str | list[str]]:
-        """The addresses of `teachers`, or of the single teacher, whose name is ""."""
+        """The addresses of the teachers by name. A single teacher has the name ""."""
         return self.teachers or super().teacher_addresses
 
     @property
     def alignment_keys(self) -> Sequence[str]:
-        """The keys of the job that only apply to tokens aligned by bytes."""
+        """The keys set in the job that have an effect only if the tokens are aligned by bytes."""
         return () if self.method.horizon == "word" else ("method.horizon",)
 
     @property
@@ -250,7 +256,7 @@ class OnPolicyJob(TrainingJob):
 
     @property
     def data_files(self) -> Sequence[DataFile]:
-        """The prompts."""
+        """The data files with the prompts."""
         teacher_column = (("data.teacher_column", self.data.teacher_column),)
         return self.data.files(
             training_answers=False,

@@ -41,7 +41,10 @@ _PYDANTIC_SUBJECT = re.compile(r"^(Input|String|Tuple|Dictionary) should ")
 def fields(
     model: type[BaseModel] = OnPolicyJob, table: KeyPath = ()
 ) -> Mapping[KeyPath, FieldInfo]:
-    """Return every key of `model` that holds a value (tables excluded), by its path."""
+    """Return the fields of `model` and of its inner tables, by the path of their keys.
+
+    Keys that hold a table are left out. `table`: the path in front of every key.
+    """
     info_by_path: dict[KeyPath, FieldInfo] = {}
     for name, info in model.model_fields.items():
         if (inner_table := table_in(info)) is not None:
@@ -52,9 +55,9 @@ def fields(
 
 
 def table_in(info: FieldInfo) -> type[BaseModel] | None:
-    """Return the table class of a key, also of an optional table; None if the key holds a value.
+    """Return the class of the table that a key holds, or None if the key holds a value.
 
-    A list of tables counts as a value.
+    The table may be optional. A list of tables is treated as a value.
     """
     return None if get_origin(info.annotation) is tuple else _table_class(info)
 
@@ -67,9 +70,9 @@ def _table_class(info: FieldInfo) -> type[BaseModel] | None:
 
 
 def holds_text(path: KeyPath) -> bool:
-    """Return True if the value of the key is a string in at least one method.
+    """Return True if, in at least one method, the key accepts text and no number, boolean or list.
 
-    A key that accepts a number, a boolean or a list in any method does not count.
+    This includes the keys inside a table of texts, such as `labels`.
     """
     infos = (fields(kind).get(path) for kind in KINDS.values())
     type_options = [(info.annotation, *get_args(info.annotation)) for info in infos if info]
@@ -83,7 +86,7 @@ def holds_text(path: KeyPath) -> bool:
 
 
 def refusal_of(error: ValidationError, table: type[BaseModel]) -> InvalidInput:
-    """Return the error with all problems of a job or table, without a file and lines."""
+    """Return one error that lists all problems of a job or table by key, without file and lines."""
     problems = [f"{'.'.join(path)}: {message}" for path, message in problems_of(error, table)]
     return InvalidInput(render_problems("", problems))
 
@@ -92,7 +95,11 @@ Table.explain_error = staticmethod(refusal_of)
 
 
 def render_problems(name: str, problems: Sequence[str]) -> str:
-    """Return a single problem, or a heading with the name of the file, and a line for each."""
+    """Return the text of one or more problems.
+
+    One problem is returned unchanged. Several problems get a line each, under a heading with their
+    number and `name`, the name of the job file ("" if there is no file).
+    """
     if len(problems) == 1:
         return problems[0]
     heading = ": ".join(filter(None, (name, f"{len(problems)} problems")))
@@ -102,7 +109,8 @@ def render_problems(name: str, problems: Sequence[str]) -> str:
 def problems_of(error: ValidationError, table: type[BaseModel]) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key, message) for each problem of a job or of one of its tables.
 
-    A key begins at the job if the class of the table has one place in a job, else at the table.
+    If all jobs with this table have it at the same place, the key is the full path in the job.
+    Otherwise the key is the path inside the table.
     """
     places = [(kind, path) for kind in KINDS.values() for path in _paths_of(table, kind)]
     is_unique = len({path for _, path in places}) == 1
@@ -112,7 +120,9 @@ def problems_of(error: ValidationError, table: type[BaseModel]) -> Iterator[tupl
 
 
 def _paths_of(table: type[BaseModel], model: type[BaseModel]) -> Iterator[KeyPath]:
-    """Yield the path of each place of the class `table` in a job of the class `model`."""
+    """Yield the path of each key that holds a table of the class `table`, in a job of the class
+    `model`.
+    """
     if table is model:
         yield ()
     for name, info in model.model_fields.items():
@@ -125,8 +135,8 @@ def describe(
 ) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key, message) for one pydantic error of `model`.
 
-    For a missing table, yields each of its required keys. For a missing value in a list, yields the
-    key of the list.
+    If a table is missing, there is one message for each required key of the table. If a list lacks
+    a value, the key is the key of the list.
     """
     path = tuple(str(part) for part in error["loc"])
     match error["type"]:
@@ -160,7 +170,7 @@ def describe(
 
 
 def _array_example(path: KeyPath, model: type[BaseModel]) -> str:
-    """Return an example of the list of a key, to append to the message, or ""."""
+    """Return the end of a message: an example of the list that the key expects, or ""."""
     if (info := fields(model).get(path)) is None:
         return ""
     if _table_class(info) is not None:
@@ -169,7 +179,7 @@ def _array_example(path: KeyPath, model: type[BaseModel]) -> str:
 
 
 def _suggest_key(path: KeyPath, model: type[BaseModel]) -> str:
-    """Return a suggestion for an unknown key, to append to the message, or ""."""
+    """Return the end of a message about an unknown key: the key that the user may mean, or ""."""
     table, name = path[:-1], path[-1]
     if (listed := _listed_table(table, model)) is not None:
         known_keys = ", ".join(map(repr, listed.model_fields))
@@ -215,7 +225,10 @@ def _suggest_similar(name: str, names: Iterable[str]) -> str:
 
 
 def _listed_table(path: KeyPath, model: type[BaseModel]) -> type[BaseModel] | None:
-    """Return the class of a table in a list by its path (a key and an index), or None."""
+    """Return the class of a table in a list, or None if `path` is not the path of such a table.
+
+    The last two parts of the path are the key of the list and an index.
+    """
     if not path or not path[-1].isdigit():
         return None
     info = fields(model).get(path[:-1])

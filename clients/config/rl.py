@@ -295,7 +295,7 @@ class RLJob(TrainingJob):
 
     @property
     def extras(self) -> Sequence[Extra]:
-        """The extras of training, and of the environment."""
+        """The extras (optional dependencies) for training, and for a search environment."""
         search = ("rl", "the search environment", "environment.type")
         return [*super().extras, *([] if self.environment is None else [search])]
 
@@ -328,7 +328,10 @@ class RLJob(TrainingJob):
 
     @property
     def sequences_per_update(self) -> int:
-        """Maximum number of answers per process and update; only whole groups."""
+        """Maximum number of answers of one process in an update.
+
+        All answers to a prompt (its group) belong to the same process and update.
+        """
         prompts = self.train.prompts_per_step / self.method.updates_per_step / self.processes
         return self.rollouts_per_prompt * math.ceil(prompts)
 
@@ -340,7 +343,10 @@ class RLJob(TrainingJob):
 
     @property
     def answers_per_step(self) -> int:
-        """Maximum number of answers that one process samples per step; only whole groups."""
+        """Maximum number of answers that one process samples in a step.
+
+        All answers to a prompt (its group) belong to the same process.
+        """
         prompts = math.ceil(self.train.prompts_per_step / self.processes)
         return self.rollouts_per_prompt * prompts
 
@@ -356,7 +362,7 @@ class RLJob(TrainingJob):
 
     @property
     def has_anchor(self) -> bool:
-        """Whether the loss has a KL to an EMA of the student."""
+        """Whether the loss has a KL to an anchor, a moving average (EMA) of the student."""
         return self.method.beta > 0
 
     @property
@@ -366,19 +372,23 @@ class RLJob(TrainingJob):
 
     @property
     def learns_from_head(self) -> bool:
-        """Whether the loss has a KL over a head."""
+        """Whether the loss has a KL over head ids, the top-k ids of each row."""
         method = self.method
         has_kl = method.beta > 0 or (self.teacher is not None and method.teacher_beta > 0)
         return has_kl and bool(method.top_k) and method.kl_in == "loss"
 
     @property
     def learns_from_groups(self) -> bool:
-        """Whether the advantages are differences within groups. With a critic they are not."""
+        """Whether an advantage compares the reward of an answer with the other answers of its
+        group.
+
+        False if the rewards do not train the student, or if a critic computes the advantages.
+        """
         return self._learns_from_reward and not self.has_critic
 
     @property
     def data_files(self) -> Sequence[DataFile]:
-        """The prompts, and the passages if the retriever is a file."""
+        """The data files with the prompts, and the file of passages if the retriever is a file."""
         files = []
         if self.data is not None:
             needs_answers = self.reward is not None and self.reward.needs_reference

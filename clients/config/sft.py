@@ -65,7 +65,7 @@ class SFTJob(TrainingJob):
 
     @property
     def learns_all_turns(self) -> bool:
-        """Whether every assistant message is trained."""
+        """Whether the student is trained on every assistant message, not only on the last."""
         return self.method.train_on == "all"
 
     @property
@@ -80,5 +80,5 @@ class SFTJob(TrainingJob):
 
     @property
     def data_files(self) -> Sequence[DataFile]:
-        """The prompts with their answers."""
+        """The data files with the prompts and their answers."""
         return self.data.files(training_answers=True, held_out_answers=True, learns_answers=True)

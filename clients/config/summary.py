@@ -19,8 +19,11 @@ _IDENTITY = ("name", "labels", "method.type", "student.model", "teacher.model", 
 class JobSummary:
     """The models and the data of a job, as in the job file.
 
-    `student` is "" for a capture. `teacher` is "" without a teacher; several teachers are separated
-    by commas. `changed_keys` are the other keys that differ from their defaults, with their values.
+    - student: the model; "" for a capture.
+    - teacher: the model or the address; "" without a teacher. Several teachers are separated by
+      commas.
+    - data: the paths of the data sets, joined by " + ".
+    - changed_keys: (key, value) of each other key that differs from its default.
     """
 
     method: str
@@ -67,8 +70,10 @@ def _first_of(address: str | list[str]) -> str:
 def _changed_keys(
     table: BaseModel, usual_table: BaseModel | None = None, prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys of a table that differ from `usual_table`, or from the defaults of its
-    class, with their values as JSON values.
+    """Yield (dotted key, JSON value) for each key of a table that differs from its usual value.
+
+    The usual values are those of `usual_table`. Without this table, they are the defaults of the
+    class.
     """
     for name, field in type(table).model_fields.items():
         value = getattr(table, name)

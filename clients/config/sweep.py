@@ -1,6 +1,6 @@
-"""The table `sweep` of a job: lists of values for its keys, and a job for each combination.
+"""The table `sweep` of a job: lists of values for keys of the job. Each combination is one job.
 
-A list of tables instead has a job for each table.
+If `sweep` is a list of tables, each table in the list gives one job.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ class SweepFault(ValueError):
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One combination of the values of a sweep: `values` by key.
+    """One combination of the values of a sweep, which gives one job.
 
-    `texts`: each value as text, by its full key. `suffix`: appended to the name of the job.
+    - values: the value of each key.
+    - texts: the value of each key as text, by the dotted key.
+    - suffix: text to append to the name of the job.
     """
 
     values: Mapping[KeyPath, Any]
@@ -44,9 +46,9 @@ class SweepPoint:
 
 
 def points_of(table: Any) -> Sequence[SweepPoint]:
-    """Return all combinations of the lists of a table, in order. The last key changes fastest.
+    """Return all combinations of the lists in a table `sweep`. The last key changes fastest.
 
-    A list of tables has a point for each table, with one value for each key of the table.
+    `table` may also be a list of tables with one value for each key. Then each table is one point.
 
     Raises SweepFault if a list is empty or has equal values, or if there are too many points.
     """
@@ -79,7 +81,7 @@ def points_of(table: Any) -> Sequence[SweepPoint]:
 
 
 def _collect_lists(table: Any) -> dict[KeyPath, list[Any]]:
-    """Return the list of each key. "a.b" in quotes is the same key as b in the table a."""
+    """Return the list of values of each key. The quoted key "a.b" is the key b in the table a."""
     list_by_key: dict[KeyPath, list[Any]] = {}
     for key, listed in _iterate_entries(table, ()) if isinstance(table, dict) else ():
         if not isinstance(listed, list) or not listed:
@@ -96,7 +98,7 @@ def _collect_lists(table: Any) -> dict[KeyPath, list[Any]]:
 
 
 def _collect_change(change: Any, number: int) -> Mapping[KeyPath, Any]:
-    """Return the value of each key of one change of a job."""
+    """Return the value of each key of one table in a list. `number`: index of the table."""
     value_by_key: dict[KeyPath, Any] = {}
     for key, value in _iterate_entries(change, ()) if isinstance(change, dict) else ():
         _check_key(key, value_by_key)
@@ -107,7 +109,7 @@ def _collect_change(change: Any, number: int) -> Mapping[KeyPath, Any]:
 
 
 def _check_key(key: KeyPath, other_keys: Collection[KeyPath]) -> None:
-    """Raise SweepFault if a sweep cannot have the key, or not together with the other keys."""
+    """Raise SweepFault if a sweep must not set `key`, or not together with `other_keys`."""
     if key in other_keys:
         raise SweepFault(key, "is given twice")
     for other_key in other_keys:
@@ -123,7 +125,7 @@ def _contains(listed: Iterable[Any], value: Any) -> bool:
 
 
 def _are_equal(first: Any, second: Any) -> bool:
-    """Return whether two values make equal jobs. 1 and 1.0 do; 1 and true do not."""
+    """Return whether two values give equal jobs: True for 1 and 1.0, False for 1 and true."""
     if isinstance(first, bool) is not isinstance(second, bool):
         return False
     return bool(first == second) or _format_json(first) == _format_json(second)  # nan
@@ -143,8 +145,9 @@ def _iterate_entries(table: Mapping[str, Any], path: KeyPath) -> Iterator[tuple[
 
 
 def _value_text(value: Any, listed: Sequence[Any]) -> str:
-    """Return a value as text. For a long value, return `#N`: the value is the N-th in the list of
-    its key.
+    """Return a value as text for the name and labels of a job.
+
+    For a long value, return `#N`: the value is the N-th (from 1) in `listed`, the list of its key.
     """
     text = value if isinstance(value, str) and value else _format_json(value)
     if len(text) <= _MAX_CHARS:

@@ -1,4 +1,4 @@
-"""The key `after` of every job, and the outputs of other jobs as values: `@JOB/store`."""
+"""The key `after` of every job, and values such as `@JOB/store`, the output of another job."""
 
 from __future__ import annotations
 
@@ -48,9 +48,11 @@ _OUTPUT = re.compile(r"@(.+)/(store|export)", re.DOTALL)
 
 @dataclass(frozen=True)
 class JobOutput:
-    """The output of another job: `key` of this job has the value `@JOB/KIND`.
+    """A reference to the output of another job: a key of this job has the value `@JOB/KIND`.
 
-    `kind`: "store" for the rows of a capture, "export" for the model of a training job.
+    - key: the key of this job.
+    - job: the name or id of the other job.
+    - kind: "store" for the rows of a capture, "export" for the model of a training job.
     """
 
     key: str
@@ -67,13 +69,13 @@ def is_output(value: str) -> bool:
 
 
 def parse_output(value: str) -> tuple[str, str] | None:
-    """Return job and kind of the output that a value names; None if it names a file."""
+    """Return (job, kind) of the output that a value names; None if the value names a file."""
     match = _OUTPUT.fullmatch(value)
     return None if match is None else (match[1], match[2])
 
 
 def output_of(method: str) -> str:
-    """Return the kind of output that a job of this method has for other jobs, or ""."""
+    """Return the kind of output that other jobs can read from a job of this method; "" for none."""
     return {"capture": "store", "eval": ""}.get(method, "export")
 
 
@@ -84,7 +86,10 @@ def outputs_in(job: BaseModel) -> list[JobOutput]:
 
 
 def check_outputs(job: BaseModel) -> None:
-    """Raise ValidationError for each "@" value that is no output or the wrong kind of output."""
+    """Raise ValidationError if a value that begins with "@" is invalid for its key.
+
+    Such a value must name an output, of the kind that its key accepts.
+    """
     for key, value in _output_values(job):
         kind = _kind_of(job, key)
         if not kind:

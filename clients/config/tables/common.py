@@ -93,8 +93,8 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class Table(BaseModel):
     """Base class of all tables of a job file. Frozen; unknown keys are refused.
 
-    The constructor checks its values as those of a job file, and raises InvalidInput with all
-    problems of the table.
+    The constructor checks its arguments as the values of a job file are checked. It raises
+    InvalidInput with a message that lists all problems of the table.
     """
 
     model_config = ConfigDict(
@@ -132,9 +132,10 @@ class Table(BaseModel):
 
 
 def document_of(value: Any, key: str = "") -> Any:
-    """Return a value as a job file holds it: a table as a dict of its set keys, a path as text.
+    """Return a value in the form that a job file can hold.
 
-    Raises InvalidInput at `key`, or below it, for a value that no job file can hold.
+    A table becomes a dict of the keys that are set. A path or a date becomes text. Raises
+    InvalidInput for a value that no job file can hold. The error names `key`, or a key below it.
     """
     match value:
         case Table():
@@ -197,9 +198,10 @@ class LoraConfig(Table):
 
     @property
     def rank_of_engines(self) -> int:
-        """The rank of the adapters for a rollout engine; 0: the engine gets all weights, merged.
+        """The LoRA rank for a rollout engine that loads adapters; 0 if it loads merged weights.
 
-        Adapters do not contain a fully trained head, and vLLM limits the rank.
+        Merged weights are necessary if the head is trained, because adapters do not contain it, or
+        if the rank is above the maximum of vLLM.
         """
         return 0 if self.train_head or self.rank > _MAX_LORA_RANK else self.rank
 
@@ -249,7 +251,7 @@ class StudentConfig(Table):
 
     @property
     def adapter_rank(self) -> int:
-        """The rank of the adapters for a rollout engine; 0: the engine gets all weights."""
+        """The LoRA rank for a rollout engine that loads adapters; 0 if it loads all weights."""
         return 0 if self.lora is None else self.lora.rank_of_engines
 
     @field_validator("chat_template")
@@ -444,10 +446,10 @@ Rule = tuple[bool, str, str]
 
 
 def refuse_unused(job: Job, rules: Iterable[Rule]) -> Job:
-    """Return `job`. Raises ValidationError with an error at each key that is set but not used.
+    """Return `job`. Raises ValidationError with an error for each key that has no effect.
 
-    A key counts as set if its value is not its default: a resolved job contains every key, so an
-    explicit default cannot be distinguished from an implicit default.
+    Only a value that differs from the default is refused. A resolved job contains every key, so a
+    default in the file does not show that the user has set the key.
     """
     errors: list[InitErrorDetails] = []
     for is_used, keys, remedy in rules:

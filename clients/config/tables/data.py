@@ -42,12 +42,14 @@ Columns: TypeAlias = tuple[tuple[str, str], ...]
 class DataFile:
     """A data file of a job, and the values that the job reads from its records.
 
-    - field: the key that names the file.
+    - field: the key of the job file that names the file.
+    - path: the value of this key.
     - columns: required columns in addition to the columns of prompts.
     - prompts: the format of the prompts; None if the records are not prompts.
-    - answers: reference answers are also read, from `answer_column` or from a conversation.
-    - learns_answers: the answers are trained on or captured; in a conversation, the answers are
-      always messages.
+    - answers: whether reference answers are also read, from `answer_column` or from a conversation.
+    - weight_column: column with the weight of a record; None if the job uses no weights.
+    - learns_answers: whether the answers are trained on or captured. If so, the answers of a
+      conversation are always its messages.
     """
 
     field: str
@@ -61,12 +63,15 @@ class DataFile:
 
 
 def columns_of(key: str, context: str | None) -> Columns:
-    """Return the column names in braces in the text of a key."""
+    """Return (key, column) for each column name in braces in `context`, the value of the key."""
     return tuple((key, column) for column in columns_named(context or ""))
 
 
 def checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a chat template. Raises ValueError for one that the program sets."""
+    """Return the arguments of a chat template unchanged.
+
+    Raises ValueError if an argument has a name that the program sets itself.
+    """
     for name in sorted(arguments.keys() & _RENDERING):
         raise ValueError(f"{name!r} is set by the program; remove the key")
     return arguments
@@ -216,7 +221,7 @@ class DataConfig(PromptKeys):
 
 
 def _exact_share(share: float) -> Fraction:
-    """Return the decimal number as written in the job file, not its nearest binary fraction."""
+    """Return the decimal number exactly as in the job file, not its nearest binary fraction."""
     return Fraction(str(share))
 
 

@@ -1,8 +1,8 @@
 """The keys of every job and of every training job, and the properties that other packages read.
 
-Other packages read properties of a job, such as the teacher that it needs; they do not test which
-method the job has. The class of a method overrides the defaults. Properties are not keys of the job
-file.
+Other packages do not test which method a job has. They read properties of the job, such as the
+teacher that it needs. The class of a method overrides the defaults. Properties are not keys of the
+job file.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _MAX_LABELS, _MAX_CHARS = 32, 200
 
 
 def _parse_labels(value: Any) -> dict[str, str]:
-    """Return the labels as texts. As a number, 1.10 would become 1.1."""
+    """Return the labels. A value must be text, because the number 1.10 would become 1.1."""
     if not isinstance(value, dict):
         raise ValueError("must be a table of names and texts")
     if len(value) > _MAX_LABELS:
@@ -107,7 +107,7 @@ class JobConfig(Table):
 
     @property
     def extras(self) -> Sequence[Extra]:
-        """The extras that the job's program needs."""
+        """The extras (optional dependencies of the package) that the job's program needs."""
         return ()
 
     @property
@@ -117,7 +117,7 @@ class JobConfig(Table):
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs of the job: one per process, plus those of its rollout engines."""
+        """Number of GPUs of the job: one per process, plus the GPUs of its rollout engines."""
         return self.processes + self.engine_gpus
 
     @property
@@ -127,7 +127,7 @@ class JobConfig(Table):
 
     @property
     def answering_student(self) -> StudentConfig | EvaluatedModel | None:
-        """The model that the job trains or evaluates; None: neither."""
+        """The model that the job trains or evaluates; None if the job does neither."""
         return self.trained_student
 
     @property
@@ -159,7 +159,9 @@ class JobConfig(Table):
 
     @property
     def teacher_context(self) -> str:
-        """Text that only the teacher of the student's rollouts reads, before the prompt."""
+        """Text before the prompt that only the teacher of the student's rollouts reads; "" means
+        none.
+        """
         return ""
 
     @property
@@ -170,7 +172,7 @@ class JobConfig(Table):
 
     @property
     def anchor_context(self) -> str | None:
-        """Text that only the anchor reads, before the prompt."""
+        """Text before the prompt that only the anchor reads, or None."""
         return None
 
     @property
@@ -181,7 +183,7 @@ class JobConfig(Table):
 
     @property
     def engine_gpus(self) -> int:
-        """Number of GPUs of the rollout engines, in addition to those of the trainer."""
+        """Number of GPUs of the rollout engines, in addition to the GPUs of the trainer."""
         return 0 if self.rollout_engine is None else self.rollout_engine.gpus
 
     @property
@@ -215,12 +217,14 @@ class JobConfig(Table):
 
     @property
     def copies_records(self) -> bool:
-        """Whether the job reads its records from a copy, which the first such job makes."""
+        """Whether the job reads its records from a copy. The first job with these data makes the
+        copy.
+        """
         return True
 
     @property
     def reads_all_columns(self) -> bool:
-        """Whether the job reads all columns of its records, not only those that its keys name."""
+        """Whether the job reads all columns of its records, or only columns that its keys name."""
         return False
 
     @property
@@ -235,8 +239,9 @@ class JobConfig(Table):
 
     @property
     def has_remote_store(self) -> bool:
-        """Whether a store is in object storage, for which only the job's program has the
-        credentials.
+        """Whether the job reads a store in object storage.
+
+        Only the job's program has the credentials for object storage.
         """
         return any(map(is_object_url, self.stores.values()))
 
@@ -252,9 +257,9 @@ class JobConfig(Table):
         return store
 
     def outputs(self, run: Path) -> Mapping[str, str | Path]:
-        """Return the outputs of the job by name, without the files of a training job.
+        """Return the path or URL of each output of the job by name, such as `store` for a capture.
 
-        `run`: the run directory.
+        The files of a training job are not included. `run`: the run directory.
         """
         return {}
 
@@ -290,7 +295,7 @@ class TrainingJob(JobConfig):
 
     @model_validator(mode="after")
     def _leaves_steps_open(self) -> Self:
-        """With `epochs`, set the number of steps to 0: it is not known until the data are read."""
+        """With `epochs`, set `max_steps` to 0: the number is unknown until the data are read."""
         if self.epochs is not None and "max_steps" not in self.model_fields_set:
             self.__dict__["max_steps"] = 0  # the table is frozen
         return self
@@ -338,7 +343,7 @@ class TrainingJob(JobConfig):
 
     @property
     def extras(self) -> Sequence[Extra]:
-        """The extras that training needs."""
+        """The extras (optional dependencies of the package) that training needs."""
         has_8bit = self.train.optimizer == "adamw_8bit"
         optimizers = [("8bit", "the optimizer adamw_8bit", "train.optimizer")] if has_8bit else []
         return [("train", "training", "method.type"), *optimizers]
@@ -355,7 +360,7 @@ class TrainingJob(JobConfig):
 
     @property
     def is_evaluated(self) -> bool:
-        """Whether held-out answers are compared with reference answers."""
+        """Whether evaluations compare the student's held-out answers with reference answers."""
         return self.eval.metric != "none"
 
     @property
@@ -365,9 +370,10 @@ class TrainingJob(JobConfig):
         return count
 
     def count_steps(self, epoch_size: int) -> int:
-        """Return the number of steps, for data of `epoch_size` prompts or stored sequences.
+        """Return the number of steps of the job.
 
-        Raises InvalidInput if there are too many.
+        `epoch_size`: number of prompts, or of stored sequences, in one epoch. Raises InvalidInput
+        if `epochs` gives 2^31 steps or more.
         """
         if self.epochs is None or self.max_steps:
             return self.max_steps
@@ -427,5 +433,5 @@ class TrainingJob(JobConfig):
 
     @property
     def learns_from_head(self) -> bool:
-        """Whether the loss has a KL over a head of most likely ids."""
+        """Whether the loss has a KL over head ids, the top-k ids of each row."""
         return True

@@ -91,7 +91,7 @@ class RewardConfig(Table):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether answers are compared with the column `data.answer_column`."""
+        """Whether the reward compares answers with reference answers, from `data.answer_column`."""
         if self.task is not None or self.type == "python":
             return False
         return self.type != "regex" or re.compile(self.pattern or "").groups > 0
@@ -105,7 +105,10 @@ class RewardConfig(Table):
 
 
 def check_prompt_source(data: Table | None, reward: RewardConfig | None) -> None:
-    """Raise ValueError unless either `data` or the task of `reward` provides the prompts."""
+    """Check that exactly one source provides the prompts: `data`, or the task of `reward`.
+
+    Raises ValueError if both or neither provide prompts.
+    """
     is_generated = reward is not None and reward.task is not None
     if data is not None and is_generated:
         raise ValueError("the reward reasoning_gym:TASK generates its prompts; remove the key")

@@ -159,12 +159,12 @@ class RLConfig(FittedTable):
 
     @property
     def total_updates(self) -> int:
-        """Optimizer updates of a step, over all epochs."""
+        """Number of optimizer updates in a step, over all epochs of the step."""
         return self.updates_per_step * self.epochs_per_step
 
     @property
     def tail_mode(self) -> Tail:
-        """The tail mode of `topk_kl`. Both defaults are unbiased."""
+        """The tail mode for `topk_kl`: the key `tail`, or its default, which is unbiased."""
         # With forward KL the anchor chooses the head, after the student has drawn.
         default: Tail = "bucket+draws" if self.divergence == "reverse_kl" else "bucket+sampled"
         return self.tail or default

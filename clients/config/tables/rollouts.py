@@ -72,10 +72,10 @@ class RolloutsConfig(Table):
 
     @property
     def versions(self) -> int:
-        """Maximum number of versions of the weights that exist at a time, without those of an
-        anchor.
+        """Maximum number of versions of the student's weights that exist at the same time.
 
-        These are the versions of `lag` steps, the newest version, and the version being written.
+        These are the versions of the last `lag` steps, the newest version, and the version being
+        written. Versions of an anchor are not included.
         """
         return self.lag + 2
 
@@ -88,7 +88,7 @@ class RolloutsConfig(Table):
 
 
 def rollout_rules(rollouts: RolloutsConfig) -> list[Rule]:
-    """Return the rules of the keys that the job does not use."""
+    """Return the rules that refuse keys of `rollouts` without effect, for `refuse_unused`."""
     starts_engine = rollouts.replicas > 0
     starts_vllm = starts_engine and rollouts.engine == "vllm"
     service_hint = "the service at rollouts.address has its own value; remove the key"
@@ -114,8 +114,9 @@ def rollout_rules(rollouts: RolloutsConfig) -> list[Rule]:
 
 
 def in_trainer_rules(rollouts: RolloutsConfig) -> list[tuple[bool, str]]:
-    """Return the keys that need another program than the trainer to sample, for jobs that refuse
-    them.
+    """Return pairs (is accepted, key) for a job whose trainer must sample the answers itself.
+
+    A key is not accepted if its value makes another program sample.
     """
     return [
         (rollouts.engine == "hf", "rollouts.engine"),

@@ -67,7 +67,10 @@ class TeacherLink(Table):
 
     @property
     def gpus_of_model(self) -> int:
-        """GPUs that `model` uses if the machine has GPUs: `gpus`, else 1; on the CPU 0."""
+        """Number of GPUs that `model` uses on a machine with GPUs: the key `gpus`, or its default.
+
+        The default is 0 for a model on the CPU and for the engine `fake`, otherwise 1.
+        """
         if self.gpus is not None:
             return self.gpus
         return 0 if self.device == "cpu" or self.engine == "fake" else 1
@@ -78,7 +81,11 @@ STARTED_KEYS = ("model", "engine", "dtype", "device", "max_batch_tokens", "batch
 
 
 def started_rules(teacher: TeacherLink | None) -> list[Rule]:
-    """Return the rules of the keys that need, or exclude, a teacher that is started for the job."""
+    """Return the rules, for `refuse_unused`, of keys that depend on how the job gets its teacher.
+
+    Some keys have an effect only if a teacher is started for the job, others only if a running
+    teacher is used.
+    """
     is_started = teacher is not None and teacher.model is not None
     return [
         (
@@ -105,14 +112,16 @@ def started_rules(teacher: TeacherLink | None) -> list[Rule]:
 class RowRequest:
     """The rows that a job requests from its teachers for sequences that the student samples.
 
-    - top_k: head ids per row, the value of the key `top_k_key`.
+    - top_k: head ids per row.
+    - top_k_key: the key of the job that sets `top_k`.
     - temperature: the temperature of the rows.
-    - sequence_tokens, answer_tokens: maximum tokens of a prompt with its answer, and of the answer.
-    - of_student: the head contains ids that the student chooses and sends.
-    - draws: further ids per row that the student sends.
-    - tail: a value of `method.tail` that needs no draws.
-    - teacher_head: the key and value that select the teacher's ids for the head.
-    - tail_samples: ids per row that the teacher samples.
+    - sequence_tokens: maximum number of tokens of a prompt with its answer.
+    - answer_tokens: maximum number of tokens of an answer.
+    - of_student: whether the student chooses the head ids and sends them to the teacher.
+    - draws: ids per row that the student draws from its tail and sends to the teacher.
+    - tail: a value of `method.tail` that needs no draws, for error messages.
+    - teacher_head: text for error messages: how to select a head that the teacher chooses.
+    - tail_samples: ids per row that the teacher samples from its tail.
     """
 
     top_k: int
@@ -145,7 +154,10 @@ class OtherTokens(Table):
 
 
 def other_tokens_rules(teacher: OtherTokens, *, chat_template: bool) -> list[Rule]:
-    """Return the rules of these keys. `chat_template`: the key `data.chat_template` of the job."""
+    """Return the rules, for `refuse_unused`, of the keys of `OtherTokens`.
+
+    `chat_template`: the value of the key `data.chat_template`.
+    """
     return [
         (
             teacher.tokenizer != "same",
