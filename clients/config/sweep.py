@@ -109,7 +109,7 @@ def _collect_change(change: Any, number: int) -> Mapping[KeyPath, Any]:
 
 
 def _check_key(key: KeyPath, other_keys: Collection[KeyPath]) -> None:
-    """Raise SweepFault if a sweep must not set `key`, or not together with `other_keys`."""
+    """Raise SweepFault if a sweep must not set `key`, or if `other_keys` conflict with it."""
     if key in other_keys:
         raise SweepFault(key, "is given twice")
     for other_key in other_keys:

@@ -38,10 +38,11 @@ Change = Callable[[Mapping[str, Any]], dict[str, Any]]
 class _ControlTokens:
     """The control tokens of a tokenizer.
 
-    - names: sorted.
-    - pattern: matches any name; None without names.
-    - spelled: how often each name was read as characters.
-    - backends: copies of the tokenizer with private names, by the change made to each copy.
+    - names: the names of the control tokens, sorted.
+    - pattern: matches any name; None if there are no names.
+    - spelled: how often each name was part of a text and was read as characters.
+    - backends: copies of the tokenizer whose control tokens have private names. The key is the
+      change of tokenizer.json in the copy.
     """
 
     names: list[str]
@@ -51,7 +52,7 @@ class _ControlTokens:
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Any) -> _ControlTokens:
-        """Read the control tokens. A tokenizer outside the package `tokenizers` has none."""
+        """Return the control tokens of a tokenizer from the package `tokenizers`; others have none."""
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             return cls([], None)
         added_tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
@@ -68,9 +69,9 @@ _CONTROL_TOKENS: WeakKeyDictionary[Any, _ControlTokens] = WeakKeyDictionary()
 def mark_names(tokenizer: Any, text: str, location: str, *, is_answer: bool = False) -> str:
     """Return a text with placeholders instead of the names of control tokens.
 
-    `is_answer`: a name at the very end of the text is kept, because it ends the answer. The first
-    occurrence of each name is logged with `location`. Raises InvalidInput if the text contains
-    private characters, which are reserved for placeholders.
+    `location`: the place of the text, for messages. The first occurrence of each name is logged.
+    `is_answer`: a name at the very end of the text is kept, because it ends the answer. Raises
+    InvalidInput if the text contains private characters, which are reserved for placeholders.
     """
     control = _control_tokens_of(tokenizer)
     if control.pattern is None or control.pattern.search(text) is None:
@@ -96,15 +97,15 @@ def mark_names(tokenizer: Any, text: str, location: str, *, is_answer: bool = Fa
 
 
 def count_spelled_names(tokenizer: Any) -> Counter[str]:
-    """Return how often `mark_names` has met each name, a part of a text, so far."""
+    """Return how often `mark_names` has replaced each name by a placeholder so far."""
     return Counter(_control_tokens_of(tokenizer).spelled)
 
 
 def mark_names_in(tokenizer: Any, conversation: Conversation, location: str) -> Conversation:
     """Apply `mark_names` to every text of a conversation.
 
-    Returns `conversation` unchanged if no text contains a name; private characters are then
-    allowed. Raises InvalidInput if one text has a name, and any text has private characters.
+    If no text contains a name, the result is `conversation` itself, and private characters are
+    allowed. If a text contains a name, private characters in any text raise InvalidInput.
     """
     has_placeholders = has_private_characters = False
 
@@ -152,7 +153,10 @@ def marked_ids(tokenizer: Any, text: str, change: Change | None = None) -> list[
 
 
 def encode_marked(tokenizer: Any, text: str, change: Change | None = None) -> Any:
-    """Return the encoding of a text with placeholders. Offsets refer to `text`."""
+    """Return the encoding (`tokenizers.Encoding`) of a text with placeholders.
+
+    The offsets of the encoding refer to `text`. `change`: see `marked_ids`.
+    """
     control = _control_tokens_of(tokenizer)
     if change not in control.backends:
         control.backends[change] = _with_private_names(tokenizer, control.names, change)
@@ -189,7 +193,10 @@ def _private_name(number: int, name: str) -> str:
 
 
 def _with_private_names(tokenizer: Any, names: list[str], change: Change | None) -> Tokenizer:
-    """Return a copy of the tokenizer whose control tokens have private names of the same length."""
+    """Return a copy of the tokenizer. Each control token has a private name of the same length.
+
+    `change`: see `marked_ids`.
+    """
     backend = tokenizer.backend_tokenizer
     document = json.loads(backend.to_str())
     if change is not None:

@@ -1,4 +1,4 @@
-"""Reads a conversation, and the tools that its model may call, from a record of a data set."""
+"""Reads a conversation from a record of a data set, with the tools that the assistant may call."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _COLUMN = re.compile(r"\{(\w+)\}")
 class Conversation:
     """A conversation for a chat template.
 
-    messages: each has a role and its content. tools: JSON schemas of functions that the assistant
-    may call; None if there are none.
+    - messages: the messages, each with a role and a content.
+    - tools: JSON schemas of functions that the assistant may call; None if there are none.
     """
 
     messages: tuple[Message, ...]
@@ -54,7 +54,7 @@ class Conversation:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the last message is the assistant's."""
+        """Whether the last message is an assistant message."""
         return bool(self.messages) and self.messages[-1]["role"] == "assistant"
 
     @property
@@ -65,16 +65,17 @@ class Conversation:
 
     @property
     def answer(self) -> str:
-        """The text of the last message if it is the assistant's, otherwise ""."""
+        """The text of the last message if it is an assistant message, otherwise ""."""
         return text_of_content(self.messages[-1].get("content")) if self.is_answered else ""
 
     def unanswered(self) -> Conversation:
-        """Return the conversation without a final assistant message."""
+        """Return the conversation without its last message if that is an assistant message."""
         return replace(self, messages=self.messages[:-1]) if self.is_answered else self
 
     def up_to_answer(self) -> Conversation:
-        """Return the conversation up to its last trained assistant message, or an empty
-        conversation.
+        """Return the conversation up to its last trained assistant message; see `is_learned`.
+
+        Without such a message, the result has no messages.
         """
         end = len(self.messages)
         while end and not is_learned(self.messages[end - 1]):
@@ -82,9 +83,9 @@ class Conversation:
         return replace(self, messages=self.messages[:end])
 
     def prefixed(self, text: str) -> Conversation:
-        """Insert `text` before the last user message.
+        """Return the conversation with `text` at the beginning of the last user message.
 
-        Without a user message, `text` becomes a user message at the end.
+        If there is no user message, `text` becomes a user message at the end.
         """
         messages = list(self.messages)
         for number in reversed(range(len(messages))):
@@ -96,7 +97,10 @@ class Conversation:
 
 
 def is_learned(message: Message) -> bool:
-    """Return whether a message is an assistant message without `weight = 0` or `train = false`."""
+    """Return whether a message is trained.
+
+    Trained messages are the assistant messages that have neither `weight = 0` nor `train = false`.
+    """
     is_off = message.get("weight") == 0 or message.get("train") is False
     return bool(message["role"] == "assistant" and not is_off)
 
@@ -108,17 +112,17 @@ def has_content(message: Message) -> bool:
 
 
 def columns_named(context: str) -> Sequence[str]:
-    """Return the data columns in a context text, without {prompt} and {answer}."""
+    """Return the column names in braces in a context text. {prompt} and {answer} are left out."""
     return [name for name in _COLUMN.findall(context) if name not in ("prompt", "answer")]
 
 
 def with_context(
     conversation: Conversation, context: str, columns: Mapping[str, Any], field: str
 ) -> Conversation:
-    """Insert `context` before the last user message of a conversation.
+    """Return the conversation with `context` at the beginning of its last user message.
 
-    `context` may contain {column} for each of `columns`. Raises InvalidInput, naming `field` (the
-    key of the context), if a column does not exist.
+    Each {column} in `context` is replaced by the value in `columns`. Raises InvalidInput if a
+    column does not exist. The error names `field`, the key of the context.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -159,11 +163,13 @@ def conversation_in(
 ) -> Conversation:
     """Return the conversation in a column of a record, with the tools in its column `tools`.
 
-    `location` describes the record in messages, such as `row 3 of data.jsonl`. `images`: number of
-    images of the record; None if the job has no images. With images, a content may be a list of
-    parts, such as {"type": "image"} and {"type": "text", "text": "..."}, with one image part per
-    image. Null keys, which Parquet adds to every message, are removed. `completion_column`: the
-    column with the messages that follow.
+    - location: the record for messages, such as `row 3 of data.jsonl`.
+    - images: number of images of the record; None if the job has no images. With images, a content
+      may be a list of parts such as {"type": "image"} and {"type": "text", "text": "..."}. The
+      messages must have one image part for each image.
+    - completion_column: a column with messages that follow the messages of `column`.
+
+    Keys with the value null, which Parquet adds to every message, are removed.
 
     Raises InvalidInput if a column is missing or has another type, or if a message has no text.
     Assistant messages with tool calls need no text.
@@ -189,7 +195,7 @@ def conversation_in(
 
 
 def require_question(conversation: Conversation, location: str) -> None:
-    """Raise InvalidInput if no message precedes the final assistant message."""
+    """Raise InvalidInput if the conversation has no message before its final assistant message."""
     if not conversation.unanswered().messages:
         raise InvalidInput(
             f"the conversation of {location} has no message before the assistant's answer",
@@ -199,10 +205,10 @@ def require_question(conversation: Conversation, location: str) -> None:
 
 
 def messages_in(value: Any) -> list[Message] | None:
-    """Return the messages in the value of a column; None if it is not a list of messages.
+    """Return the messages in the value of a column; None if the value is not a list of messages.
 
     A message of ShareGPT, such as {"from": "human", "value": "..."}, gets the keys role and
-    content. Null keys are removed.
+    content. Keys with the value null are removed.
     """
     if not isinstance(value, list):
         return None
@@ -262,7 +268,7 @@ def _check_message(message: Message, location: str, *, parts: bool) -> None:
 
 
 def _without_nulls(message: Message) -> Message:
-    """Return a message without null keys, also in the parts of its content."""
+    """Return a message without the keys whose value is null, also in the parts of its content."""
     fields = {key: value for key, value in message.items() if value is not None}
     if isinstance(content := fields.get("content"), list):
         fields["content"] = [
@@ -285,7 +291,7 @@ def _is_part(part: Any) -> bool:
 
 
 def _check_images(messages: Sequence[Message], images: int, location: str) -> None:
-    """Raise InvalidInput unless the messages have one image part per image."""
+    """Raise InvalidInput if the number of image parts in the messages differs from `images`."""
     contents = [
         message["content"] for message in messages if isinstance(message.get("content"), list)
     ]
@@ -300,7 +306,11 @@ def _check_images(messages: Sequence[Message], images: int, location: str) -> No
 
 
 def _parse_tools(value: Any, location: str) -> tuple[Mapping[str, Any], ...] | None:
-    """Return tools given as a list of objects, or as JSON text of a list (in Parquet files)."""
+    """Return the tools in the value of a column; None if there are none.
+
+    The value is a list of objects, or JSON text of such a list, as in Parquet files. Raises
+    InvalidInput for another value.
+    """
     if value is None:
         return None
     tools: list[Any] = [None]

@@ -47,7 +47,10 @@ _WILDCARD = re.compile(r"[*?\[]")
 
 
 def suffix_of(path: str) -> str:
-    """Return the suffix of a supported file, without that of its compression; "" for others."""
+    """Return the suffix of a file, such as ".json" for both a.json and a.json.gz.
+
+    Returns "" if the format of the file is not supported.
+    """
     if not path.endswith(FILE_SUFFIXES):
         return ""
     return Path(path.removesuffix(".gz").removesuffix(".zst")).suffix
@@ -72,8 +75,8 @@ def exists_here(path: str) -> bool:
 def files_of(path: str, field: str) -> list[str]:
     """Return the sorted files that a pattern matches, or the path of a single supported file.
 
-    Empty for directories and hub ids. Raises InvalidInput, naming `field`, if a pattern matches no
-    file, or a file in an unsupported format.
+    The result is empty for directories and hub ids. Raises InvalidInput, naming `field`, if a
+    pattern matches no file, or if a file has an unsupported format.
     """
     if not is_pattern(path):
         if os.path.isfile(path) and not suffix_of(path):
@@ -93,7 +96,7 @@ def files_of(path: str, field: str) -> list[str]:
 
 
 def unknown_format_error(path: str, field: str) -> InvalidInput:
-    """Return the error for a file whose suffix names no supported format."""
+    """Return the error for a file whose suffix is not the suffix of a supported format."""
     return InvalidInput(
         f"{path} is in no supported format: {FORMATS}",
         field=field,
@@ -102,9 +105,10 @@ def unknown_format_error(path: str, field: str) -> InvalidInput:
 
 
 def read_records(path: str, columns: Sequence[str], field: str) -> Iterator[Record]:
-    """Yield the records of one file in order, with those `columns` that exist, and maybe others.
+    """Yield the records of one file in order.
 
-    Raises InvalidInput, naming `field`, if the file or a record cannot be read.
+    A record has each of `columns` that exists in the file, and possibly more columns. Raises
+    InvalidInput, naming `field`, if the file or a record cannot be read.
     """
     if suffix_of(path) == ".parquet":
         yield from read_parquet(path, columns, field)
@@ -123,11 +127,13 @@ def read_records(path: str, columns: Sequence[str], field: str) -> Iterator[Reco
 
 
 def read_start(path: str, field: str) -> tuple[list[str], list[Record]]:
-    """Return the columns and the first records of one file, at most START_RECORDS.
+    """Return the columns of one file, and its first records (at most START_RECORDS).
 
-    Both are empty if the first record is very long, or if a package for the format is missing. It
-    reads 1 MiB at most, and never blocks. Raises InvalidInput, naming `field`, if the file or one
-    of these records cannot be read, or if there is no record, and OSError.
+    Both lists are empty if the first record is very long, or if a package for the format is
+    missing. The function reads at most 1 MiB and never blocks.
+
+    Raises OSError if the file cannot be opened. Raises InvalidInput, naming `field`, if the file or
+    one of the records cannot be read, or if the file has no records.
     """
     if suffix_of(path) == ".parquet":
         columns, records = read_parquet_start(path, field, START_RECORDS, _START_BYTES)
@@ -153,7 +159,10 @@ def read_start(path: str, field: str) -> tuple[list[str], list[Record]]:
 
 @contextmanager
 def _open_text(path: str, field: str) -> Iterator[io.BufferedReader]:
-    """Open a file for reading, decompressed. Damage becomes InvalidInput, naming `field`."""
+    """Open a file for reading, and decompress it if its suffix names a compression.
+
+    Raises InvalidInput, naming `field`, if the compressed data are damaged.
+    """
     compression = _COMPRESSIONS.get(Path(path).suffix)
     with open_regular(Path(path)) as file:
         if compression is None:
@@ -184,8 +193,10 @@ def _decompress(file: BinaryIO, path: str, compression: str, field: str) -> io.B
 
 
 def _lines_of(stream: BinaryIO, path: str, field: str) -> Iterator[bytes]:
-    """Yield the lines of a file. Raises InvalidInput for a line of more than MAX_BYTES, because a
-    small compressed file can contain a line of gigabytes.
+    """Yield the lines of a file.
+
+    Raises InvalidInput for a line of more than MAX_BYTES, because a small compressed file can
+    contain a line of gigabytes.
     """
     number = 0
     while line := stream.readline(MAX_BYTES + 1):
@@ -200,7 +211,7 @@ def _lines_of(stream: BinaryIO, path: str, field: str) -> Iterator[bytes]:
 
 
 def _begins_with_array(stream: io.BufferedReader) -> bool:
-    """Return whether the text is a JSON array. Does not advance the stream."""
+    """Return whether the text in a stream begins as a JSON array. Does not advance the stream."""
     return stream.peek(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
 
@@ -273,7 +284,7 @@ def _lines_start(stream: BinaryIO, path: str, field: str) -> tuple[list[Record],
 
 
 def _refuse_object(record: Record, path: str, field: str) -> None:
-    """Raise InvalidInput if the only record of a .json file is an object that holds the records."""
+    """Raise InvalidInput if the only record of a .json file is an object that contains the records."""
     if len(record) == 1 and (key := list_key(record)):
         raise InvalidInput(
             f"{path} is one object, whose key {key!r} holds the records",
@@ -283,9 +294,7 @@ def _refuse_object(record: Record, path: str, field: str) -> None:
 
 
 def list_key(record: Record) -> str | None:
-    """Return the first key whose value is a list of objects that are not messages; None if there is
-    no such key.
-    """
+    """Return the first key whose value is a list of objects other than messages, or None."""
     for key, value in record.items():
         match value:
             case [{} as first, *_] if not first.keys() & {"role", "from"}:
@@ -295,7 +304,7 @@ def list_key(record: Record) -> str | None:
 
 @contextmanager
 def _hint_of(path: str) -> Iterator[None]:
-    """Add to an error of a .json file that the file may also be an array."""
+    """Give an error of a .json file a hint with both forms: one array, or one object per line."""
     try:
         yield
     except InvalidInput as error:
@@ -307,8 +316,8 @@ def _hint_of(path: str) -> Iterator[None]:
 def record_in(line: bytes, location: str, field: str) -> dict[str, Any] | None:
     """Parse a line of a .jsonl file. Returns None if the line is blank.
 
-    `location` is the location of the line in messages, such as `data.jsonl:3`. Raises InvalidInput,
-    naming `field`, if the line is not a JSON object in UTF-8.
+    `location`: the line for messages, such as `data.jsonl:3`. Raises InvalidInput, naming `field`,
+    if the line is not a JSON object in UTF-8.
     """
     try:
         text = line.decode("utf-8-sig").strip()
@@ -352,9 +361,10 @@ def _read_csv(stream: BinaryIO, path: str, field: str) -> tuple[list[str], Itera
 
 
 def _csv_rows(stream: BinaryIO, path: str, field: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line at which each row ends, and its cells. Empty lines are skipped.
+    """Yield (line number, cells) for each row. Empty lines are skipped.
 
-    The values are separated by semicolons or tabs if the first line has these and no comma.
+    The number is that of the row's last line. The delimiter is the comma. If the first line has no
+    comma, the delimiter is the semicolon or the tab that this line contains.
     """
     csv.field_size_limit(MAX_BYTES)  # characters of a value; the module's default is 128 Ki
     encodings = chain(["utf-8-sig"], repeat("utf-8"))  # only the first line may begin with a BOM
@@ -379,7 +389,7 @@ def _csv_rows(stream: BinaryIO, path: str, field: str) -> Iterator[tuple[int, li
 
 
 def _csv_start(stream: BinaryIO, path: str, field: str) -> tuple[list[str], list[Record], bool]:
-    """Return the columns, the first records, and whether the whole file was read."""
+    """Return the columns of a CSV file, its first records, and whether the whole file was read."""
     content = stream.read(_START_BYTES)
     is_complete = len(content) < _START_BYTES
     if not is_complete:

@@ -1,5 +1,7 @@
-"""Asks the model hub whether it has a model, and distinguishes an outage of the hub from a wrong
-model name. The hub's libraries retry for minutes, and report both with the same error.
+"""Asks the model hub whether it has a model, and detects an outage of the hub.
+
+The hub's libraries retry for minutes, and report an outage and a wrong model name with the same
+error.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _BUSY_STATUSES = frozenset({408, 429, *range(500, 600)})
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether a model's name may be a hub id: the name is not an existing path."""
+    """Return whether a name has the form of a hub id and is not an existing path."""
     return _HUB_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
@@ -57,10 +59,10 @@ def use_caches_if_away() -> None:
 
 @lru_cache
 def find_on_hub(hub_id: str) -> bool:
-    """Return whether the hub has the model; False if only the cache of this machine has it.
+    """Return True if the hub has the model; False if only the cache of this machine has it.
 
-    Raises OSError if neither has it, or if the hub does not answer and the cache lacks it; see
-    `hub_error`.
+    Raises OSError if the cache does not have the model, and the hub does not have it or does not
+    answer. `hub_error` converts this error into an error for users.
     """
     from huggingface_hub import HfApi, try_to_load_from_cache
 
@@ -76,10 +78,10 @@ def find_on_hub(hub_id: str) -> bool:
 
 
 def is_outage(error: BaseException) -> bool:
-    """Return whether an error of the hub's libraries comes from a hub that cannot answer now.
+    """Return whether an error of the hub's libraries means that the hub cannot answer now.
 
-    A hub that refuses the request (an unknown name, a gated model) has answered. Without an outage,
-    and if the user has set HF_HUB_OFFLINE, waiting cannot help.
+    True means that a later attempt may succeed. The result is False if the hub has refused the
+    request (an unknown name, a gated model), or if the user has set HF_HUB_OFFLINE.
     """
     if _is_offline_by_choice:
         return False
@@ -94,7 +96,11 @@ def is_outage(error: BaseException) -> bool:
 def hub_error(
     error: BaseException, message: str, *, field: str, hint: str
 ) -> InvalidInput | Unavailable:
-    """Return the error for users of a failed download: Unavailable during an outage of the hub."""
+    """Return the error for users after a failed download.
+
+    `error`: the error of the hub's libraries. The result is Unavailable during an outage of the
+    hub, otherwise InvalidInput.
+    """
     if is_outage(error):
         hint = "try again when the hub answers, or give a local directory"
         return Unavailable(message, field=field, hint=hint)

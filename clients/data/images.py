@@ -1,10 +1,10 @@
-"""Images of a prompt: decoding for a model, and conversion of placeholders to image tokens.
+"""Decodes the images of a prompt for a model, and collapses or expands the token ids of a prompt.
 
-Token ids are collapsed or expanded. Collapsed ids have one placeholder per image. Requests, the row
-cache and stores use collapsed ids, and `start` is a position in them. Expanded ids are the input of
-a model and have one placeholder per image token. The number of image tokens depends on the model's
-processor, so teacher and student expand the same prompt differently. Only `expanded_ids` and
-`collapsed_ids` convert between the two forms.
+Collapsed ids have one placeholder per image. Requests, the row cache and stores use collapsed ids,
+and `start`, the first scored position, is a position in collapsed ids. Expanded ids have one
+placeholder per image token, and are the input of a model. The number of image tokens depends on the
+model's processor, so teacher and student expand the same prompt differently. Only `expanded_ids`
+and `collapsed_ids` convert between the two forms.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Pixels:
     """The images of a sequence, as the processor of a model returns them.
 
     - values [P, D] float32: the patches of all images.
-    - grid [n, 3] int64: patches of each image in time, height and width; P is the sum of their
-      products.
+    - grid [n, 3] int64: number of patches of each image in time, height and width. The three
+      numbers of an image multiplied are its patches; P is the sum over the images.
     - tokens: number of model tokens per image.
     """
 
@@ -48,8 +48,8 @@ class Pixels:
 class ImageReader:
     """Converts image files to the inputs of a model. Thread-safe.
 
-    processor: an image processor of transformers that `makes_grids`. placeholder: the token id of
-    an image.
+    - processor: an image processor of transformers for which `makes_grids` is true.
+    - placeholder: the token id that stands for an image.
     """
 
     def __init__(self, processor: Any, placeholder: int) -> None:
@@ -59,7 +59,7 @@ class ImageReader:
 
     @property
     def facts(self) -> Mapping[str, object]:
-        """The settings that determine the pixels of a file, for a fingerprint."""
+        """The settings that determine the pixels of an image file, as input of a fingerprint."""
         import PIL
 
         release = ".".join(PIL.__version__.split(".")[:2])
@@ -73,11 +73,11 @@ class ImageReader:
     def read(
         self, images: Sequence[bytes], field: str = "images", max_tokens: int | None = None
     ) -> Pixels:
-        """Return the pixels of at least one encoded image.
+        """Return the pixels of one or more encoded images.
 
-        Images are decoded one at a time to bound memory. Together they have at most MAX_PIXELS
-        pixels, and `max_tokens` model tokens: the context of the model without the other tokens of
-        the sequence (None: no limit).
+        Images are decoded one at a time to limit the memory. All images together have at most
+        MAX_PIXELS pixels and at most `max_tokens` model tokens. `max_tokens` is the part of the
+        model's context that the other tokens of the sequence leave free; None means no limit.
 
         Raises InvalidInput, naming `field`, if a file is not an image, or if a limit is exceeded.
         """
@@ -114,7 +114,7 @@ class ImageReader:
 
 
 def makes_grids(processor: Any) -> bool:
-    """Return whether an image processor returns patches with a grid, as those of Qwen models do."""
+    """Return whether an image processor returns patches with a grid, as for Qwen models."""
     names = getattr(processor, "model_input_names", ())
     return "image_grid_thw" in names and hasattr(processor, "merge_size")
 
@@ -129,7 +129,7 @@ def plain_image(grey: int) -> bytes:
 
 
 def stored_images(images: Sequence[tuple[str, str]]) -> bytes:
-    """Encode (name, sha256) pairs of images for a store; b"" for none."""
+    """Encode (name, sha256) pairs of images for a store; b"" if there are no images."""
     return json.dumps(images, ensure_ascii=False).encode() if images else b""
 
 
@@ -144,9 +144,10 @@ def digest_of(image: bytes) -> str:
 
 
 def image_file(folder: Path, name: str, location: str) -> Path:
-    """Return the path of an image of the record `location`. Relative names refer to `folder`.
+    """Return the path of an image that a record names. A relative name is a path in `folder`.
 
-    Raises InvalidInput (`data.image_column`) if the file does not exist.
+    `location`: the record, for messages. Raises InvalidInput (`data.image_column`) if the file does
+    not exist.
     """
     path = folder / name
     try:
@@ -166,7 +167,10 @@ def image_file(folder: Path, name: str, location: str) -> Path:
 
 
 def read_image(path: Path, location: str) -> bytes:
-    """Return the bytes of an image file of the record `location`. Raises InvalidInput."""
+    """Return the bytes of an image file. Raises InvalidInput if the file cannot be read.
+
+    `location`: the record that names the image, for messages.
+    """
     try:
         return path.read_bytes()
     except OSError as error:
@@ -178,7 +182,7 @@ def read_image(path: Path, location: str) -> bytes:
 
 
 def read_same_image(path: Path, digest: str) -> bytes:
-    """Return the bytes of an image file. Raises Corrupt if its sha256 is not the given one."""
+    """Return the bytes of an image file. Raises Corrupt if their sha256 is not `digest`."""
     image = read_image(path, "a prompt")
     if digest_of(image) != digest:
         raise Corrupt(
@@ -191,10 +195,10 @@ def read_same_image(path: Path, digest: str) -> bytes:
 def expanded_ids(
     ids: NDArray[np.int32], placeholder: int, tokens: Sequence[int]
 ) -> NDArray[np.int32]:
-    """Replace each placeholder of the collapsed ids [T] by as many placeholders as the image has
-    `tokens`.
+    """Return the expanded ids of collapsed ids [T]: placeholder i is repeated `tokens[i]` times.
 
-    Raises ValueError unless `ids` have one placeholder per image.
+    `tokens`: number of model tokens of each image. Raises ValueError if the number of placeholders
+    is not the number of images.
     """
     places = np.flatnonzero(ids == placeholder)
     if len(places) != len(tokens):
@@ -207,9 +211,9 @@ def expanded_ids(
 def collapsed_ids(
     ids: NDArray[np.int32], placeholder: int, tokens: Sequence[int]
 ) -> NDArray[np.int32]:
-    """Invert `expanded_ids`, given the same `tokens`.
+    """Return the collapsed ids of expanded ids, given the same `tokens` as for `expanded_ids`.
 
-    Raises ValueError unless `ids` have as many placeholders as the images have tokens.
+    Raises ValueError if the number of placeholders is not the sum of `tokens`.
     """
     places = np.flatnonzero(ids == placeholder)
     if len(places) != sum(tokens):

@@ -1,4 +1,4 @@
-"""Reads the elements of a JSON array one by one, in memory that does not grow with their number."""
+"""Reads the elements of a JSON array one by one. The memory does not grow with their number."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _MAX_LITERAL = 16
 
 
 def read_elements(stream: BinaryIO) -> Iterator[Any]:
-    """Yield the elements of the JSON array in UTF-8, with or without a byte order mark.
+    """Yield the elements of a JSON array in UTF-8, with or without a byte order mark.
 
-    The memory is a small multiple of the longest element, which has at most MAX_BYTES. Raises
-    ValueError as `parse_json`, with the place in the whole text, but only after the elements before
-    the error.
+    An element has at most MAX_BYTES. The memory is a small multiple of the longest element. Raises
+    ValueError as `parse_json` does, with the position in the whole text. The elements before the
+    error are yielded first.
     """
     window = _Window(stream)
     window.require("[", "Expecting value")
@@ -42,7 +42,7 @@ def read_elements(stream: BinaryIO) -> Iterator[Any]:
 
 
 class _Window:
-    """The part of a text that is in memory. position: index of the next character in this part."""
+    """The part of a text that is in memory. `position`: index of its next character."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -56,7 +56,7 @@ class _Window:
         self._decode_value = json.JSONDecoder().raw_decode
 
     def peek(self) -> str:
-        """Return the next character that is no white space; "" at the end."""
+        """Return the next character that is not white space, without reading it; "" at the end."""
         while True:
             text, length = self._text, len(self._text)
             while self.position < length and text[self.position] in _SPACES:
@@ -68,13 +68,13 @@ class _Window:
             self._read(_CHUNK_BYTES)
 
     def require(self, mark: str, problem: str) -> None:
-        """Pass the next character. Raises ValueError with `problem` if it is not `mark`."""
+        """Read the next character. Raises ValueError with `problem` if it is not `mark`."""
         if self.peek() != mark:
             raise self.error(problem, self.position)
         self.position += 1
 
     def read_value(self) -> Any:
-        """Return the next value. Raises ValueError."""
+        """Read and return the next JSON value. Raises ValueError if it is invalid or too long."""
         self.peek()
         size = _CHUNK_BYTES
         while True:
@@ -103,7 +103,11 @@ class _Window:
         return value
 
     def error(self, problem: str, position: int) -> ValueError:
-        """Return the error of the module `json` for a position in the window."""
+        """Return an error as the module `json` raises it: line and column are those of the whole
+        text.
+
+        `position`: index in the window.
+        """
         line_start = self._text.rfind("\n", 0, position) + 1
         column = position - line_start + (0 if line_start else self._column)
         line = self._lines + self._text.count("\n", 0, position)
@@ -111,7 +115,7 @@ class _Window:
         return ValueError(f"{problem}: {place}")
 
     def _read(self, size: int) -> None:
-        """Drop what was read from the window, and add `size` bytes of the stream."""
+        """Remove the text before `position`, and append the next `size` bytes of the stream."""
         passed = self._text[: self.position]
         line_start = passed.rfind("\n") + 1
         self._column = len(passed) - line_start + (0 if line_start else self._column)

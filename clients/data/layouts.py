@@ -32,10 +32,10 @@ _SAMPLE_CHARS = 40
 
 @dataclass(frozen=True)
 class Reading:
-    """A way to read records as prompts.
+    """One way to convert records to prompts.
 
     - name: the name of the layout.
-    - columns: the columns by their keys in the table `data`.
+    - columns: the column for each key of the table `data` that the layout determines.
     - sample: the start of the first prompt.
     - omitted: columns that may belong to the prompt but are not read.
     """
@@ -52,16 +52,16 @@ class Reading:
 
     @property
     def keys(self) -> str:
-        """The keys that choose this reading, as in a job file."""
+        """The lines of a job file that choose this reading, such as `data.prompt_column = "q"`."""
         return ", ".join(f'data.{key} = "{column}"' for key, column in self.columns.items())
 
     @property
     def description(self) -> str:
-        """The name, with the columns that are not read."""
+        """The name of the layout, and the columns that are not read."""
         return f"{self.name}{'; not read: ' * bool(self.omitted)}{', '.join(self.omitted)}"
 
     def without(self, keys: Collection[str]) -> Reading:
-        """Return the reading without the columns of `keys`, which the job sets."""
+        """Return the reading without the columns for `keys`, the keys that the job sets itself."""
         columns = {key: column for key, column in self.columns.items() if key not in keys}
         return replace(self, columns=columns)
 
@@ -69,10 +69,10 @@ class Reading:
 def readings_of(
     columns: Collection[str], records: Sequence[Mapping[str, Any]], *, answers: bool
 ) -> list[Reading]:
-    """Return the readings of records; empty if the columns are not conventional.
+    """Return all readings of the records. The list is empty if the columns are not conventional.
 
-    `columns`: those of the data set. `answers`: the job reads answers, so that two columns of
-    answers give two readings.
+    `columns`: the columns of the data set. `answers`: whether the job reads answers. If it does,
+    two columns with answers give two readings.
     """
     readings = [
         *_read_conversations(columns, records),

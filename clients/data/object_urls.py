@@ -9,21 +9,24 @@ _FILE_SCHEME = "file://"
 
 
 def is_object_url(place: object) -> bool:
-    """True for a URL of an object storage, False for a path."""
+    """Return True for a URL of object storage, False for a path."""
     return str(place).partition("://")[0] in SCHEMES and "://" in str(place)
 
 
 def redact_place(place: str) -> str:
-    """Return a location for messages. Of a URL that may contain credentials, only the scheme."""
+    """Return a location in a form that may appear in messages.
+
+    A URL that may contain credentials is reduced to its scheme.
+    """
     scheme, colon, path = place.partition("://")
     return f"{scheme}://..." if colon and any(character in path for character in "@?#") else place
 
 
 def place_of(text: str) -> str:
-    """Return a path, or a URL of object storage without a trailing slash.
+    """Return a location in its usual form: a path, or a URL without a trailing slash.
 
     file:///rows becomes the path /rows. Raises InvalidInput for a URL of another scheme, and for a
-    URL that is not SCHEME://BUCKET/PREFIX, for example with credentials or a part '..'.
+    URL that is not SCHEME://BUCKET/PREFIX, for example a URL with credentials or with a part '..'.
     """
     if text.startswith(_FILE_SCHEME):
         text = text.removeprefix(_FILE_SCHEME)

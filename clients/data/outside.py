@@ -1,7 +1,7 @@
 """Parses untrusted values: JSON, texts, numbers and token ids.
 
-Records, passages, server responses and model directories are read with these functions, so that all
-of them accept the same values. Each function raises ValueError whose message is a clause. The
+Records, passages, server responses and model directories are read with these functions, so all of
+them accept the same values. Each function raises ValueError with a clause as its message. The
 caller adds the location, the field and the remedy. `open_regular` and `read_document` read small
 files from untrusted directories, where a pipe could block and a sparse file could exceed memory.
 """
@@ -63,7 +63,10 @@ def parse_text(value: object) -> str:
 
 
 def parse_number(value: object) -> float:
-    """Return a finite number. Raises ValueError for other values, including texts and booleans."""
+    """Return a number as float. Raises ValueError if the value is not a finite number.
+
+    Texts and booleans are not numbers.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(type(value).__name__)
     try:
@@ -76,9 +79,10 @@ def parse_number(value: object) -> float:
 
 
 def parse_ids(value: object) -> NDArray[np.int32]:
-    """Return a list of integers as int32 [n]. Integers beyond int32 become -1 or 2^31 - 1.
+    """Return a list of integers as int32 [n].
 
-    Raises ValueError for other values, including fractions and True.
+    Integers below the range of int32 become -1, integers above become 2^31 - 1. Raises ValueError
+    for other values, including fractions and True.
     """
     import numpy as np  # here, because job files are read without numpy
 

@@ -20,9 +20,11 @@ _BUFFER_BYTES = 1 << 20
 
 
 def read_parquet(path: str, columns: Sequence[str], field: str) -> Iterator[Record]:
-    """Yield the records of a Parquet file, with those `columns` that exist, or all.
+    """Yield the records of a Parquet file.
 
-    Raises InvalidInput, naming `field`, if the file is damaged or a text is not UTF-8.
+    A record has each of `columns` that exists. If the first of `columns` does not exist, or
+    `columns` is empty, a record has all columns. Raises InvalidInput, naming `field`, if the file
+    is damaged or a text is not UTF-8.
     """
     import pyarrow.parquet
 
@@ -44,7 +46,10 @@ def read_parquet(path: str, columns: Sequence[str], field: str) -> Iterator[Reco
 
 
 def count_parquet(path: str, field: str) -> int:
-    """Return the number of rows of a Parquet file. Raises InvalidInput as `read_parquet`."""
+    """Return the number of rows of a Parquet file.
+
+    Raises InvalidInput, naming `field`, if the file cannot be read.
+    """
     import pyarrow.parquet
 
     try:
@@ -54,9 +59,10 @@ def count_parquet(path: str, field: str) -> int:
 
 
 def _rows_per_batch(metadata: Any) -> int:
-    """Return the number of rows that take about _BATCH_BYTES, without a dictionary's repetitions.
+    """Return the number of rows that take about _BATCH_BYTES.
 
-    `metadata`: a pyarrow.parquet.FileMetaData.
+    A value that a dictionary stores once for several rows is counted once. `metadata`: a
+    pyarrow.parquet.FileMetaData.
     """
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     row_bytes = max((group.total_byte_size / max(1, group.num_rows) for group in groups), default=1)
@@ -66,10 +72,10 @@ def _rows_per_batch(metadata: Any) -> int:
 def read_parquet_start(
     path: str, field: str, count: int, max_bytes: int
 ) -> tuple[list[str], list[Record]]:
-    """Return the columns and the first `count` records, both empty without pyarrow.
+    """Return the columns and the first `count` records. Both are empty if pyarrow is not installed.
 
-    Returns fewer records if they have more than `max_bytes`, and at least one. The memory is a
-    small multiple of the longest pages of the columns, which pyarrow decompresses whole.
+    There are fewer records if they have more than `max_bytes`, but at least one. The memory is a
+    small multiple of the longest pages of the columns, because pyarrow decompresses whole pages.
     """
     with open_regular(Path(path)) as file:
         if file.read(len(PARQUET_MAGIC)) != PARQUET_MAGIC:
@@ -110,8 +116,8 @@ def records_in(batch: Any) -> Iterator[dict[str, Any]]:
 def from_arrow(record: Record, float32_columns: Set[str]) -> dict[str, Any]:
     """Convert an Arrow record to the form of a .jsonl record.
 
-    Null keys of structs, which Arrow adds for other rows, are removed. A float32 0.1 becomes 0.1,
-    not 0.10000000149011612.
+    Keys of structs with the value null are removed, because Arrow adds the keys of other rows. A
+    float32 0.1 becomes 0.1, not 0.10000000149011612.
     """
     from numpy import float32
 

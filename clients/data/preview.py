@@ -1,8 +1,8 @@
-"""The preview of a job: the model inputs and trained tokens, token by token, before training.
+"""The preview of a job: the model inputs and the trained tokens, token by token, before training.
 
-A program reads the first records with the functions that training uses (`SurveyedRecord`).
-`build_preview` counts all records and shows some. Texts of records are untrusted, so control
-characters and invisible characters are escaped.
+A program reads the first records with the functions that training uses, and describes each record
+as a `SurveyedRecord`. `build_preview` counts all these records and shows some of them. Texts of
+records are untrusted, so control characters and invisible characters are escaped.
 """
 
 from __future__ import annotations
@@ -41,8 +41,13 @@ TokenKind = Literal["context", "learned", "end", "sampled", "hidden"]
 class TokenRun:
     """Consecutive tokens of one kind, with the text of each token.
 
-    context: not trained. learned: trained. end: trained, and ends an answer. sampled: a description
-    of the text that the student will sample. hidden: a number of tokens that are not shown.
+    The kinds are:
+
+    - context: tokens that are not trained.
+    - learned: trained tokens.
+    - end: trained tokens that end an answer.
+    - sampled: no tokens, but a description of the text that the student will sample.
+    - hidden: no tokens, but a text with the number of tokens that are not shown.
     """
 
     kind: TokenKind
@@ -51,7 +56,13 @@ class TokenRun:
 
 @dataclass(frozen=True)
 class TokenView:
-    """The input of one model. tokens, learned: numbers of tokens, including hidden ones."""
+    """The input of one model.
+
+    - reader: the name of the model, such as "student".
+    - tokens: number of tokens, including hidden tokens.
+    - learned: number of trained tokens, including hidden tokens.
+    - runs: the tokens that are shown.
+    """
 
     reader: str
     tokens: int
@@ -60,7 +71,10 @@ class TokenView:
 
     @property
     def counts(self) -> str:
-        """The counts as text. An answer that is not sampled yet has no trained tokens."""
+        """The numbers of tokens and trained tokens as text.
+
+        If the student will sample the answer, the text has no number of trained tokens.
+        """
         is_sampled = any(run.kind == "sampled" for run in self.runs)
         learned = "" if is_sampled else f", {self.learned:,} learned"
         return f"{self.reader}: {self.tokens:,} tokens{learned}"
@@ -68,7 +82,13 @@ class TokenView:
 
 @dataclass(frozen=True)
 class RecordPreview:
-    """A record. problem: why it is not used, or "". lost: (part, text) without a token."""
+    """The preview of one record.
+
+    - where: the place of the record, such as `row 3 of a.jsonl`.
+    - problem: why the record is not used as it is; "" without a problem.
+    - views: the input of each model.
+    - lost: (part, text) of each part of the record that no token contains.
+    """
 
     where: str
     problem: str
@@ -78,7 +98,13 @@ class RecordPreview:
 
 @dataclass(frozen=True)
 class Preview:
-    """The preview of a job. facts: (name, text)."""
+    """The preview of a job.
+
+    - method: the method of the job.
+    - warnings: sentences about faults in the data.
+    - facts: (name, text) pairs, such as the number of records.
+    - records: the records that are shown.
+    """
 
     method: str
     warnings: tuple[str, ...]
@@ -110,9 +136,12 @@ def parse_preview(document: str | bytes) -> Preview:
 
 @dataclass(frozen=True, eq=False)
 class ModelInput:
-    """The input of the model `reader`: token ids int [T], learned bool [T].
+    """The input of one model.
 
-    sampled: a description of the text that the student samples after these tokens, or "".
+    - ids: token ids, int [T].
+    - learned: whether each token is trained, bool [T].
+    - reader: the name of the model.
+    - sampled: a description of the text that the student samples after these tokens, or "".
     """
 
     tokenizer: Any
@@ -125,23 +154,24 @@ class ModelInput:
     def from_start(
         cls, tokenizer: Any, ids: NDArray[Any], start: int, reader: str = "student"
     ) -> ModelInput:
-        """Return an input whose tokens from `start` on are trained."""
+        """Return an input whose tokens from position `start` on are trained."""
         return cls(tokenizer, ids, np.arange(len(ids)) >= start, reader)
 
 
 @dataclass(frozen=True)
 class SurveyedRecord:
-    """A record after tokenization. inputs: the student's input first; empty if the record is not
-    used.
+    """A record after tokenization.
 
-    - left_out: the reason why training skips the record.
-    - refused: the error with which training fails.
-    - lost: (part, text) without a token.
-    - others: trained (part, text) that belong to other roles.
-    - spelled: names of control tokens in its texts, which are read as characters.
-    - data_set: the key of its data set.
-    - records: number of records of the data set; of a store, the number of sequences that a job
-      with `epochs` trains on.
+    - where: the place of the record, such as `row 3 of a.jsonl`.
+    - inputs: the input of each model, the student first; empty if the record is not used.
+    - left_out: the reason why training skips the record, or "".
+    - refused: the error with which training fails, or "".
+    - lost: (part, text) of each part that no token contains.
+    - others: (part, text) of messages of other roles, whose tokens should not be trained.
+    - spelled: names of control tokens in the texts, which are read as characters.
+    - data_set: the key of the record's data set.
+    - records: number of records of the data set. For a store: number of sequences that a job with
+      `epochs` trains on.
     """
 
     where: str
@@ -166,10 +196,14 @@ def build_preview(
     max_left_out: float = 1.0,
     are_ended: bool = True,
 ) -> Preview:
-    """Count all records, skipped records by data set, and show the first `shown` records.
+    """Return a preview with counts of all records and with the first `shown` records.
 
-    `ends`: tokens that end an answer, by id. `are_ended`: whether a trained answer must end with
-    such a token. Pieces of a packed text need no end.
+    - surveyed: the records after tokenization.
+    - ends: the tokens that end an answer, by id.
+    - facts, warnings: entries to append to the facts and warnings of the preview.
+    - max_left_out: share of skipped records of a data set above which a job fails.
+    - are_ended: whether a trained answer must end with an end token. Pieces of packed text need
+      none.
     """
     records, previews = 0, list[RecordPreview]()
     sizes, lost, wrong, spelled = (Counter[str]() for _ in range(4))
@@ -278,7 +312,10 @@ def _kind(token: tuple[int, bool], ends: Collection[int]) -> TokenKind:
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token. For a part of a character, its name in the vocabulary."""
+    """Return the text of each token.
+
+    A token that is only a part of a character gets its name in the vocabulary.
+    """
     texts = []
     for token_id, name in zip(ids, tokenizer.convert_ids_to_tokens(list(ids)), strict=True):
         text = tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
@@ -296,7 +333,7 @@ def visible(text: str) -> str:
 
 
 def _learned_parts(model_input: ModelInput, others: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield the parts whose text occurs in the trained tokens."""
+    """Yield the part of each (part, text) whose text is at the start of a run of trained tokens."""
     edges = np.flatnonzero(np.diff(model_input.learned, prepend=False, append=False))
     spans = [
         _without_spaces(model_input.tokenizer.decode(model_input.ids[first:end]))
@@ -311,7 +348,7 @@ def _learned_parts(model_input: ModelInput, others: Iterable[tuple[str, str]]) -
 def messages_of_others(
     prompt_format: PromptFormat, row: Mapping[str, Any]
 ) -> tuple[tuple[str, str], ...]:
-    """Return the (part, text) of the messages in a row that are not assistant messages."""
+    """Return (part, text) of each message in a row that is not an assistant message."""
     messages = messages_in(row.get(prompt_format.messages_column or ""))
     return tuple(
         (f"{message['role']} message", text_of_content(message.get("content")))
@@ -323,11 +360,11 @@ def messages_of_others(
 def lost_in_row(
     prompt_format: PromptFormat, tokenizer: Any, row: Mapping[str, Any], *, is_answered: bool
 ) -> tuple[tuple[str, str], ...]:
-    """Return the (part, text) of a row that its rendered text lacks. White space may differ.
+    """Return (part, text) of each part of a row that the rendered text of the row does not contain.
 
-    `is_answered`: the text ends with the last trained answer; otherwise with the prompt. The parts
-    are texts and reasoning of messages, names and arguments of tool calls, and names of tools.
-    Without a chat template, no part is lost.
+    The parts are texts and reasoning of messages, names and arguments of tool calls, and names of
+    tools. White space may differ. Without a chat template, no part is lost. `is_answered`: the
+    rendered text ends with the last trained answer; otherwise it ends with the prompt.
     """
     if not prompt_format.renders(tokenizer):
         return ()
@@ -369,7 +406,7 @@ def _parts(conversation: Conversation) -> Iterator[tuple[str, str]]:
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    """Yield the texts and numbers in tool calls. Arguments may be JSON text."""
+    """Yield the texts and numbers in the value of `tool_calls`. Arguments may be JSON text."""
     if isinstance(value, str) and value.startswith("{"):
         try:
             value = json.loads(value)

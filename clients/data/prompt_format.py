@@ -1,4 +1,4 @@
-"""Converts records to token ids: text or a conversation, with or without a chat template.
+"""Converts the text or the conversation of a record to token ids, with or without a chat template.
 
 Training, captures and evaluations share these functions and therefore use the same token ids.
 """
@@ -35,8 +35,9 @@ class PromptFormat:
     """The format of a job's prompts. The attributes are keys of the table `data`.
 
     - messages_column: None if the prompt is the text in `prompt_column`.
-    - input_column: a text that follows this text in a new line, unless it is empty.
-    - completion_column: messages that follow those of `messages_column`.
+    - input_column: column with a text that follows the prompt in a new line. An empty text is
+      ignored.
+    - completion_column: column with messages that follow the messages of `messages_column`.
     - image_column: None if prompts have no images.
     """
 
@@ -62,8 +63,9 @@ class PromptFormat:
     def conversation(self, record: Mapping[str, Any], location: str) -> Conversation:
         """Return the conversation of a record. A final assistant message is included.
 
-        A text becomes the user message, with the template. Raises InvalidInput if the column is
-        missing or has another type, or if the record has a system message in addition to `system`.
+        If the prompt is a text, it is inserted into the template and becomes the user message.
+        Raises InvalidInput if the column is missing or has another type, or if the record has a
+        system message in addition to `system`.
         """
         column = self.image_column
         images = None if column is None else len(images_of(record, column, location))
@@ -91,7 +93,10 @@ class PromptFormat:
         return self._with_system(Conversation(({"role": "user", "content": content},)))
 
     def text(self, record: Mapping[str, Any], conversation: Conversation) -> str:
-        """Return the prompt text for rewards: the last user message, without the template."""
+        """Return the text of the prompt for rewards, without the template.
+
+        For a conversation, this is the last user message.
+        """
         if self.messages_column is not None:
             return conversation.question
         return self._prompt_text(record, "the record")
@@ -128,8 +133,8 @@ class PromptFormat:
     ) -> str:
         """Return the text of a conversation, with the special tokens of the chat template.
 
-        `add_answer_start`: end with the start of the assistant's next message. Raises InvalidInput
-        if the template fails on the conversation.
+        `add_answer_start`: whether the text ends with the start of the assistant's next message.
+        Raises InvalidInput if the template fails on the conversation.
         """
         return str(
             self._apply_template(
@@ -142,8 +147,8 @@ class PromptFormat:
     ) -> Mapping[str, list[int]]:
         """Return `input_ids` and `assistant_masks` of a conversation, as transformers makes them.
 
-        Names of control tokens in the texts are encoded as plain text. Raises InvalidInput as
-        `rendered` does, or if the chat template does not mark the assistant tokens.
+        Names of control tokens in the texts are encoded as plain text. Raises InvalidInput if the
+        chat template fails on the conversation, or if it does not mark the assistant tokens.
         """
         if isinstance(tokenizer.chat_template, Mapping):  # the template for tools may mark nothing
             check_generation(tokenizer.get_chat_template(None, conversation.tools))
@@ -200,7 +205,7 @@ class PromptFormat:
 
     @property
     def _messages_key(self) -> str:
-        """The job-file key to name if a chat template rejects the messages."""
+        """The key of the job file that an error names if a chat template rejects the messages."""
         if self.messages_column is not None:
             return "data.messages_column"
         return "student.model" if self.system is None else "data.system"
@@ -225,7 +230,10 @@ def check_generation(template: str | None) -> None:
 
 
 def plain_ids(tokenizer: Any, text: str, *, has_placeholders: bool = False) -> list[int]:
-    """Return the token ids of a text, which may have placeholders. No tokens are added."""
+    """Return the token ids of a text, without adding special tokens.
+
+    `has_placeholders`: the text is a result of `mark_names`.
+    """
     if has_placeholders:
         return marked_ids(tokenizer, text)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -235,8 +243,8 @@ def plain_ids(tokenizer: Any, text: str, *, has_placeholders: bool = False) -> l
 def check_chat_template(prompt_format: PromptFormat, template: str | None) -> None:
     """Raise InvalidInput if the tokenizer's chat template is incompatible with the prompt format.
 
-    `template`: the text of the chat template, or None. None is refused if a key needs a template.
-    An argument that the template never uses is refused too.
+    `template`: the text of the chat template; None if the tokenizer has none. The error occurs if a
+    key needs a template and there is none, or if the template does not use an argument of the job.
     """
     key_is_set = {
         "data.messages_column": prompt_format.messages_column is not None,
@@ -277,7 +285,7 @@ def warn_of_date(prompt_format: PromptFormat, template: str | None) -> None:
 
 
 def date_warning(prompt_format: PromptFormat, template: str | None) -> str:
-    """Return a sentence if the chat template writes the current date, otherwise ""."""
+    """Return a warning if the chat template writes the current date, otherwise ""."""
     if not prompt_format.chat_template or "strftime_now" not in (template or ""):
         return ""
     # Llama and SmolLM take the date as an argument, and write today's without it.
@@ -292,8 +300,9 @@ def date_warning(prompt_format: PromptFormat, template: str | None) -> str:
 
 
 def template_text(chat_template: Any) -> str | None:
-    """Return the text of a tokenizer's chat template, or the joined texts of several named
-    templates.
+    """Return the text of a tokenizer's chat template; None if there is none.
+
+    Several named templates are joined to one text.
     """
     if isinstance(chat_template, Mapping):
         chat_template = "\n".join(str(template) for template in chat_template.values())
@@ -301,8 +310,9 @@ def template_text(chat_template: Any) -> str | None:
 
 
 def default_template(chat_template: Any) -> str | None:
-    """Return the chat template for prompts without tools. Of several templates, the one named
-    default.
+    """Return the chat template for prompts without tools; None if there is none.
+
+    If there are several named templates, this is the template with the name "default".
     """
     if isinstance(chat_template, Mapping):
         chat_template = chat_template.get("default")

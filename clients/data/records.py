@@ -1,4 +1,4 @@
-"""Reads the records of a data set: files, a saved directory, or a hub id; and their values."""
+"""Reads the records of a data set (files, a saved directory, or a hub id) and their values."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ log = logging.getLogger(__name__)
 class DataSet:
     """The location of a data set.
 
-    path: a file or a pattern of files (see `formats`), a directory of `save_to_disk`, or a hub id
-    name, split: configuration and split of a hub data set; `split` also of a saved directory
-    field: the key that errors name
+    - path: a file or a pattern of files (see `formats`), a directory of `save_to_disk`, or a hub
+      id.
+    - name: configuration of a hub data set.
+    - split: split of a hub data set or of a saved directory.
+    - field: the key that errors name.
     """
 
     path: str
@@ -45,19 +47,22 @@ class DataSet:
     def place(self, file: int, row: int) -> str:
         """Return the place of a record for messages, such as `row 3 of a.jsonl`.
 
-        `file`: the index of its file. `row`: its number in the file, from 1.
+        `file`: the index of the file. `row`: the number of the record in the file, from 1.
         """
         return f"row {row} of {self.files[file] if self.files else self.path}"
 
     def rows(self, columns: Sequence[str]) -> Iterator[tuple[str, Record]]:
-        """Yield the place and the record of `located`."""
+        """Yield (place, record) for every record in order. The place is a text for messages.
+
+        See `located` for the columns and the errors.
+        """
         for file, row, record in self.located(columns):
             yield self.place(file, row), record
 
     def count(self, columns: Sequence[str], limit: int) -> int:
-        """Return the number of records, at most `limit`. Reads no values of Parquet files.
+        """Return the number of records, at most `limit`.
 
-        Raises InvalidInput as `located`.
+        The count of Parquet files reads only their metadata. Raises InvalidInput as `located` does.
         """
         if not self.files:
             return sum(1 for _ in islice(self.records(columns), limit))
@@ -71,9 +76,9 @@ class DataSet:
         return min(limit, count)
 
     def located(self, columns: Sequence[str]) -> Iterator[tuple[int, int, Record]]:
-        """Yield every record in order, with the index of its file and its row in it, from 1.
+        """Yield (index of the file, row in the file from 1, record) for every record in order.
 
-        The records have those `columns` that exist, and possibly more columns. Raises InvalidInput
+        A record has each of `columns` that exists, and possibly more columns. Raises InvalidInput
         if a line is not a JSON object, if the data set cannot be loaded, or if the package
         `datasets` is needed and not installed.
         """
@@ -92,7 +97,7 @@ class DataSet:
             yield 0, row, from_arrow(record, float32_columns)
 
     def records(self, columns: Sequence[str]) -> Iterator[Record]:
-        """Yield the records of `rows`."""
+        """Yield every record in order. See `located` for the columns and the errors."""
         for _, record in self.rows(columns):
             yield record
 
@@ -216,16 +221,16 @@ def weight_of(record: Mapping[str, Any], column: str, location: str) -> float:
 
 
 def describe_counts(counts: Mapping[str, int]) -> str:
-    """Format nonzero counts, such as `12 too long, 3 without an answer`."""
+    """Return the counts that are not zero as text, such as `12 too long, 3 without an answer`."""
     return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
 
 
 def describe_left_out(
     reasons: Mapping[str, int], records: int, max_share: float
 ) -> tuple[str, bool]:
-    """Return a sentence about skipped records, and whether their share exceeds `max_share`.
+    """Return (sentence about skipped records, whether their share exceeds `max_share`).
 
-    `reasons`: the number of skipped records by reason.
+    `reasons`: the number of skipped records by reason. `records`: the number of all records.
     """
     left_out = sum(reasons.values())
     sentence = f"{left_out:,} of {records:,} records ({left_out / records:.0%}) are left out"

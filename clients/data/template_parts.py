@@ -19,10 +19,11 @@ _ROLES = ("system", "developer", "tool")
 
 
 class TemplateParts:
-    """Renders the first conversation with each kind of part again, with a mark in that part.
+    """Checks that a chat template writes each kind of part that occurs in conversations.
 
-    Parts are messages of the roles system, developer and tool, tools, tool calls, and the reasoning
-    of the last message.
+    The check uses the first conversation with a part of the kind. It puts a mark into the part,
+    renders the conversation, and searches the text for the mark. The kinds are messages of the
+    roles system, developer and tool, tools, tool calls, and the reasoning of the last message.
     """
 
     def __init__(self, prompt_format: PromptFormat, tokenizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Refuses model directories that a program cannot use, before a job is queued or a model loaded.
+"""Refuses model directories that a program cannot use, before a job or a model uses them.
 
 Preflight, trainer, evaluation and teacher share these checks. `field` is the key or option that
 errors name. Does not import torch, and reads only JSON files and the headers of weight files.
@@ -89,7 +89,7 @@ def check_model(
 
 
 def check_weights(path: Path, field: str) -> None:
-    """Raise InvalidInput unless a directory has the configuration and weights of a model.
+    """Raise InvalidInput if a directory lacks the configuration or the weights of a model.
 
     An adapter, Python code, and weights in other formats than safetensors are refused.
     """
@@ -119,10 +119,10 @@ def check_weights(path: Path, field: str) -> None:
 
 
 def check_configuration(path: Path, field: str) -> None:
-    """Raise InvalidInput unless a directory has the configuration of a model.
+    """Raise InvalidInput if a directory lacks the configuration of a model.
 
-    A directory without weight files is accepted, one that lacks some of its weight files is
-    refused. An adapter and Python code are refused.
+    A directory with a part of its weight files is refused. A directory without any weight files is
+    accepted. An adapter and Python code are refused.
     """
     refuse_adapter(path, field)
     if not (path / "config.json").is_file():
@@ -132,7 +132,7 @@ def check_configuration(path: Path, field: str) -> None:
 
 
 def find_gguf_files(path: Path) -> list[Path]:
-    """Return the GGUF files of a directory. The largest, with the most bits, is first."""
+    """Return the GGUF files of a directory, the largest (with the most bits per weight) first."""
     return sorted(path.glob("*.gguf"), key=lambda file: (-file.stat().st_size, file.name))
 
 
@@ -144,7 +144,7 @@ def has_tokenizer(path: Path) -> bool:
 def refuse_adapter(path: Path, field: str) -> None:
     """Raise InvalidInput if a model directory contains an adapter.
 
-    transformers would load the adapter, and its base model from another place.
+    transformers would load the adapter, and would load its base model from another place.
     """
     if not (path / ADAPTER_CONFIG).is_file():
         return
@@ -253,7 +253,10 @@ def _refuse_undeclared_float8(path: Path, field: str) -> None:
 
 
 def _check_tokenizer(path: Path, field: str, *, here: bool) -> None:
-    """Raise InvalidInput if a directory has no tokenizer, or one that no package can read."""
+    """Raise InvalidInput if a directory has no tokenizer, or a tokenizer that cannot be read.
+
+    `here`: the packages of this Python environment must be able to read the tokenizer.
+    """
     if not has_tokenizer(path):
         # transformers would create an empty tokenizer.
         raise InvalidInput(
@@ -275,7 +278,7 @@ def _lacks_template(path: Path) -> bool:
 
 
 def refuse_missing_files(path: Path, field: str) -> None:
-    """Raise InvalidInput if a directory lacks a file of its weight index, or nearly all layers."""
+    """Raise InvalidInput if a directory lacks a file of its weight index, or most of its layers."""
     files = list_weight_files(path, field)
     missing = [file.name for file in files if not file.is_file()]
     if missing:
@@ -293,10 +296,11 @@ def refuse_missing_files(path: Path, field: str) -> None:
 
 
 def _refuse_missing_layers(path: Path, tensors: int, field: str) -> None:
-    """Raise InvalidInput if config.json has far more layers than the files have tensors.
+    """Raise InvalidInput if config.json has over 100 times more layers than the files have tensors.
 
-    transformers would make all layers before it looks for their weights. A model may use a tensor
-    in several layers. `tensors`: 0 if the files are not readable, which is reported later.
+    transformers would create all layers before it searches for their weights. The limit is high,
+    because a model may use a tensor in several layers. `tensors`: number of tensors in the files; 0
+    if the files are not readable, which is reported later.
     """
     config = read_object(path / "config.json", field)
     text_config = config.get("text_config")
@@ -312,9 +316,9 @@ def _refuse_missing_layers(path: Path, tensors: int, field: str) -> None:
 
 
 def _hint_command(purpose: str, source: Path, output: Path | None = None) -> str:
-    """Return a hint with the command that writes a usable model directory beside `output`.
+    """Return a hint with the command that converts `source` to a usable model directory.
 
-    `output`: the directory, if it is not `source`.
+    The command writes the new directory beside `output`, or beside `source` if `output` is None.
     """
     name = f"{(output or source).name.removesuffix('.gguf')}-converted"
     target = (output or source).with_name(name)

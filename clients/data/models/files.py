@@ -1,4 +1,4 @@
-"""The files of a model directory: which programs read them, and what their headers contain.
+"""The files of a model directory: which of them programs read, and the contents of their headers.
 
 `field` is the key or option that errors name.
 """
@@ -46,9 +46,10 @@ def list_model_files(directory: Path) -> list[str]:
 
 
 def shard_names(path: Path, field: str) -> frozenset[str]:
-    """Return the files named in the weight index of a directory; none without an index.
+    """Return the files named in the weight index of a directory; empty without an index.
 
-    Raises InvalidInput, naming `field`, if a file is not a .safetensors file in the directory.
+    Raises InvalidInput, naming `field`, if a name is not that of a .safetensors file in the
+    directory.
     """
     shards = read_object(path / WEIGHTS_INDEX, field).get("weight_map", {})
     names = list(shards.values()) if isinstance(shards, dict) else [shards]
@@ -64,9 +65,10 @@ def shard_names(path: Path, field: str) -> frozenset[str]:
 
 
 def list_weight_files(path: Path, field: str) -> list[Path]:
-    """Return the .safetensors files that transformers would load, sorted by name; often one.
+    """Return the .safetensors files that transformers would load, sorted by name.
 
-    Empty if the directory has none. Raises InvalidInput if the index of weights is malformed.
+    The list is empty if the directory has no such files. Raises InvalidInput if the index of
+    weights is malformed.
     """
     if (path / "model.safetensors").is_file():
         return [path / "model.safetensors"]

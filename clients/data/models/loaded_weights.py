@@ -72,10 +72,10 @@ def refuse_unscaled(
 
 
 def _unwrapped_name(wrapped: str, names: Collection[str]) -> str | None:
-    """Return the name in `names` that torch.compile, DDP or peft saved as `wrapped`.
+    """Return the name in `names` that a wrapper has saved as `wrapped`; None if there is none.
 
-    torch.compile and DDP add a prefix; peft adds a prefix, or inserts `base_layer` before the last
-    part.
+    The wrappers torch.compile and DDP add a prefix. peft adds a prefix, or inserts `base_layer`
+    before the last part of the name.
     """
     parts = wrapped.replace(".base_layer.", ".").split(".")
     return next((name for n in range(len(parts)) if (name := ".".join(parts[n:])) in names), None)

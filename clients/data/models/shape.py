@@ -21,15 +21,17 @@ _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder with `layers` layers of attention and a gated MLP.
+    """The sizes of a decoder whose layers have attention and a gated MLP.
 
+    - layers: number of layers.
     - hidden: width of the residual stream.
     - intermediate: width of the MLP.
     - heads, kv_heads: number of query heads, and of key and value heads.
     - head_dim: width of a head.
-    - tied: the head shares the weights of the embeddings.
-    - query_norm: norms of the queries and keys of a head.
-    - query_bias, output_bias, mlp_bias: biases of the linear modules.
+    - vocabulary: number of logits.
+    - tied: whether the head shares the weights of the embeddings.
+    - query_norm: whether the queries and keys of a head have norms.
+    - query_bias, output_bias, mlp_bias: whether these linear modules have biases.
     """
 
     layers: int
@@ -52,12 +54,12 @@ class ModelShape:
 
     @property
     def keys(self) -> int:
-        """Total width of the key heads, which equals that of the value heads."""
+        """Total width of the key heads. The value heads have the same total width."""
         return self.kv_heads * self.head_dim
 
     @property
     def linear_modules(self) -> list[tuple[int, int]]:
-        """(in, out) of the linear modules of a layer."""
+        """(input width, output width) of each linear module of a layer."""
         attention = [self.queries, self.keys, self.keys]
         return [
             *((self.hidden, out) for out in attention),
@@ -80,7 +82,7 @@ class ModelShape:
 
     @property
     def table_weights(self) -> int:
-        """Number of weights of the embeddings. The head has as many, or shares the weights."""
+        """Number of weights of the embeddings. A separate head has the same number."""
         return self.vocabulary * self.hidden
 
     @property
@@ -90,7 +92,7 @@ class ModelShape:
 
     @property
     def weights(self) -> int:
-        """Number of all weights. Shared weights count once."""
+        """Number of all weights. Weights that embeddings and head share are counted once."""
         return self.layers * (self.linear_weights + self.other_weights) + self.root_weights
 
 
@@ -142,7 +144,7 @@ def _read_size(config: Mapping[str, Any], name: str, default: int | None = None)
 
 
 def logits_in(model: Path) -> int | None:
-    """Return the number of logits in the config.json of a directory; None if it is missing."""
+    """Return the number of logits in the config.json of a directory; None if it cannot be read."""
     try:
         config = read_document(model / "config.json")
         vocab_size = config.get("text_config", config)["vocab_size"]
@@ -162,10 +164,11 @@ _CONTEXT_KEYS = (
 
 
 def context_of(model: str, revision: str | None = None) -> int | None:
-    """Return the largest number of tokens that a model reads, from its config.json. `model`: a
-    directory or a hub id. None if the file does not contain the number, or cannot be read. With
-    LongRoPE, the number up to which the rotary factors stay the same; see `rope_switch`. Raises
-    Unavailable as `config_file` does.
+    """Return the context of a model from its config.json: the most tokens that the model reads.
+
+    `model`: a directory or a hub id. For a model with LongRoPE, the result is the number of tokens
+    up to which the rotary factors stay the same; see `rope_switch`. Returns None if the file does
+    not contain the number, or cannot be read. Raises Unavailable as `config_file` does.
     """
     try:
         config = read_object(config_file(model, revision), FIELD)
@@ -180,7 +183,7 @@ def context_of(model: str, revision: str | None = None) -> int | None:
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the rotary parameters of a config.json, which earlier versions call rope_scaling."""
+    """Return the rotary parameters in a config.json. Earlier versions call them rope_scaling."""
     scaling = config.get("rope_scaling")
     if isinstance(config.get("rope_parameters"), dict) or not isinstance(scaling, dict):
         return config.get("rope_parameters")
@@ -189,11 +192,10 @@ def _rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def config_file(model: str, revision: str | None = None) -> Path:
-    """Return the path of the config.json of a directory or a hub id. Files of a hub id are
-    downloaded.
+    """Return the path of the config.json of a directory or a hub id.
 
-    Raises InvalidInput (`student.model`) if there is no config.json, and Unavailable if the hub
-    does not answer and the file is not in its cache.
+    For a hub id, the file is downloaded. Raises InvalidInput (`student.model`) if there is no
+    config.json, and Unavailable if the hub does not answer and the file is not in its cache.
     """
     path = Path(model)
     if path.is_dir():
@@ -224,7 +226,7 @@ def config_file(model: str, revision: str | None = None) -> Path:
 
 
 def read_shape(model: str, revision: str | None = None) -> tuple[ModelShape, Path]:
-    """Return the sizes of a model and the directory of its config.json; see `config_file`."""
+    """Return (sizes of a model, directory of its config.json). Raises errors of `config_file`."""
     file = config_file(model, revision)
     return shape_of(read_object(file, FIELD)), file.parent
 
@@ -233,10 +235,12 @@ def rope_switch(config: Any) -> int | None:
     """Return the largest number of tokens for which a model uses its short rotary factors.
 
     A model with LongRoPE (Ding et al., arXiv 2402.13753), such as Phi-3.5, has two sets of rotary
-    factors; longer sequences use the long factors. transformers chooses the set for a whole batch
-    by the longest sequence of the batch, vLLM by the longest sequence that vLLM accepts. `config`
-    is the text model's configuration of transformers. Returns None if the factors do not depend on
-    the length: the model has no LongRoPE, or its two sets are equal.
+    factors; longer sequences use the long factors. transformers chooses one set for a whole batch,
+    by the longest sequence of the batch. vLLM chooses one set by the longest sequence that it
+    accepts.
+
+    `config`: the configuration of the text model, as transformers loads it. Returns None if the
+    factors do not depend on the length: the model has no LongRoPE, or its two sets are equal.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     layer_parameters = [value for value in parameters.values() if isinstance(value, Mapping)]

@@ -20,11 +20,13 @@ from protos.errors import InvalidInput
 
 
 def completion_ids(prompt_format: PromptFormat, tokenizer: Any, answer: str) -> list[int]:
-    """Return the token ids of an answer and its end token; [] for an empty answer.
+    """Return the token ids of an answer with an end token; [] for an empty answer.
 
-    With a chat template, the end token is the end token of the template, and names of control
-    tokens in the answer are plain text, except at its end. Without a template, such names are
-    control tokens, and the text after the first end token is removed.
+    With a chat template, the end token is that of the template. Names of control tokens in the
+    answer are encoded as plain text, except for a name at the end of the answer.
+
+    Without a template, names of control tokens become control tokens, and the text after the first
+    end token is removed.
     """
     if not answer:
         return []
@@ -40,12 +42,14 @@ def completion_ids(prompt_format: PromptFormat, tokenizer: Any, answer: str) -> 
 def answered_ids(
     prompt_format: PromptFormat, tokenizer: Any, conversation: Conversation, location: str
 ) -> tuple[list[int], list[int]]:
-    """Return the token ids before the last trained assistant message, and its ids with an end
-    token.
+    """Return the token ids of a prompt and of its answer. The answer has an end token.
 
-    Later messages are ignored. Both lists are empty if there is no trained message, or if it has no
-    content. Raises InvalidInput if no message precedes it, or if the chat template renders the
-    preceding messages differently with and without it.
+    The answer is the last trained assistant message, and the prompt is everything before it. Later
+    messages are ignored. Both lists are empty if no message is trained, or if the answer has no
+    content.
+
+    Raises InvalidInput if no message precedes the answer, or if the chat template renders the
+    preceding messages differently with and without the answer.
     """
     conversation = conversation.up_to_answer()
     if not conversation.messages:
@@ -80,13 +84,15 @@ def answered_ids(
 def assistant_ids(
     prompt_format: PromptFormat, tokenizer: Any, conversation: Conversation, location: str
 ) -> tuple[list[int], NDArray[np.bool_]]:
-    """Return the token ids of a conversation, and for each whether it is part of a trained answer.
+    """Return the token ids of a conversation, and for each token whether it is trained.
 
-    Answers are the tokens that the chat template marks with {% generation %}, with a following end
-    token, except for messages that are not trained. The conversation is cut after the last answer,
-    and an end token is appended if there is none. Both results are empty if there is no assistant
-    message. Raises InvalidInput if some messages are not trained, and the template does not mark
-    each message once.
+    Trained tokens are those that the chat template marks with {% generation %}, and an end token
+    that follows them. Tokens of messages that are not trained are excluded. The conversation is cut
+    after the last trained token, and an end token is appended if none is there. Both results are
+    empty if no message is trained.
+
+    Raises InvalidInput if some assistant messages are not trained, and the template does not mark
+    each assistant message exactly once.
     """
     conversation = conversation.up_to_answer()
     if not conversation.messages:
@@ -110,7 +116,7 @@ def assistant_ids(
 def _unmark_messages(
     is_answer: NDArray[np.bool_], conversation: Conversation, location: str
 ) -> None:
-    """Set the tokens of assistant messages that are not trained to False."""
+    """Set `is_answer` to False, in place, for tokens of assistant messages that are not trained."""
     answers = [message for message in conversation.messages if message["role"] == "assistant"]
     learned = [is_learned(message) for message in answers]
     if all(learned):
@@ -130,7 +136,10 @@ def _unmark_messages(
 
 
 def _with_end(ids: list[int], end: int | None, eos: int | None) -> list[int]:
-    """Return `ids` up to the first of the two end tokens. Append `end` if there is none."""
+    """Return `ids` up to and including the first end token, which is `end` or `eos`.
+
+    If `ids` have no end token, `end` is appended.
+    """
     for position, token_id in enumerate(ids):
         if token_id in (end, eos):
             return ids[: position + 1]

@@ -70,7 +70,7 @@ def load_tokenizer(transformers: Any, model: str, revision: str | None = None) -
 def reads_sentencepiece() -> bool:
     """Return whether the part of the package sentencepiece that transformers uses can be imported.
 
-    If it cannot, transformers takes a SentencePiece file for one of tiktoken.
+    Without it, transformers would read a SentencePiece file as a file of tiktoken.
     """
     try:
         import_module("sentencepiece.sentencepiece_model_pb2")
@@ -80,7 +80,10 @@ def reads_sentencepiece() -> bool:
 
 
 def _encode_probe(tokenizer: Any) -> None:
-    """Encode a character that is in no vocabulary. Raises the error of a damaged tokenizer."""
+    """Encode a character that is in no vocabulary, to detect a damaged tokenizer.
+
+    Raises ValueError, or the error of the tokenizer, if it cannot encode the text.
+    """
     try:
         tokenizer("a character that no vocabulary has: \U0010fffd")
     except BaseException as error:

@@ -1,4 +1,7 @@
-"""Tokens and chat template of a tokenizer, loaded or in a directory; comparison of two."""
+"""Reads the tokens and the chat template of a tokenizer, and compares two vocabularies.
+
+A tokenizer is loaded, or in a directory.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,19 @@ from clients.data.outside import open_regular, read_document
 
 
 def tokens_of(tokenizer: Any) -> list[str]:
-    """Return the token of each id, "" for an unused id: the input of `tokenizer_fingerprint`.
+    """Return the token of each id of a tokenizer, for `tokenizer_fingerprint`; "" for an unused id.
 
-    The list ends at the highest id, which exceeds the number of tokens if there are unused ids.
+    The last entry is that of the highest id. If there are unused ids, the list is longer than the
+    number of tokens.
     """
     count = max(tokenizer.get_vocab().values(), default=-1) + 1
     return [tokenizer.convert_ids_to_tokens(token_id) or "" for token_id in range(count)]
 
 
 def answer_text(tokenizer: Any, ids: Sequence[int], *, has_end: bool) -> str:
-    """Decode an answer without changes, for rewards, metrics and samples.
+    """Return the text of an answer, unchanged, for rewards, metrics and samples.
 
-    Only the end token is removed: the last id, if `has_end`. Tags that are special tokens, such as
+    `has_end`: the last id is an end token, which is removed. Tags that are special tokens, such as
     <think>, are kept, and spaces are not cleaned up.
     """
     ids = ids[:-1] if has_end else ids
@@ -49,9 +53,10 @@ _MAX_TEMPLATE_BYTES = 1 << 20
 
 
 def tokens_in(model: Path) -> list[str] | None:
-    """Return the token of each id, "" for an unused id; None if the file cannot be interpreted.
+    """Return the token of each id from the tokenizer.json of a directory; "" for an unused id.
 
-    transformers may append tokens of other files, but does not change the tokens of this file.
+    Returns None if the file cannot be interpreted. transformers may append tokens from other files,
+    but does not change the tokens of this file.
     """
     try:
         document = read_document(model / "tokenizer.json")
@@ -88,7 +93,10 @@ def chat_templates_in(model: Path) -> dict[str, str]:
 
 
 def default_template_in(model: Path) -> str | None:
-    """Return the default chat template of a directory; "": it has none; None: unreadable."""
+    """Return the default chat template of a directory.
+
+    Returns "" if the directory has none, and None if the files cannot be interpreted.
+    """
     try:
         return chat_templates_in(model).get("default", "")
     except (OSError, ValueError):
@@ -96,7 +104,7 @@ def default_template_in(model: Path) -> str | None:
 
 
 def _templates_of(entry: Any) -> dict[str, str]:
-    """Return the templates of an entry `chat_template`: a text, or a list of names and texts."""
+    """Return the templates in the value of `chat_template`: text, or a list of names and texts."""
     named_templates = entry if isinstance(entry, list) else [{"name": "default", "template": entry}]
     return {
         str(named.get("name")): str(named["template"])
