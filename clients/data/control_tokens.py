@@ -52,7 +52,10 @@ class _ControlTokens:
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Any) -> _ControlTokens:
-        """Return the control tokens of a tokenizer from the package `tokenizers`; others have none."""
+        """Return the control tokens of a tokenizer.
+
+        A tokenizer that is not from the package `tokenizers` has none here.
+        """
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             return cls([], None)
         added_tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()

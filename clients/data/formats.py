@@ -284,7 +284,7 @@ def _lines_start(stream: BinaryIO, path: str, field: str) -> tuple[list[Record],
 
 
 def _refuse_object(record: Record, path: str, field: str) -> None:
-    """Raise InvalidInput if the only record of a .json file is an object that contains the records."""
+    """Raise InvalidInput if the only record of a .json file has all records in one of its keys."""
     if len(record) == 1 and (key := list_key(record)):
         raise InvalidInput(
             f"{path} is one object, whose key {key!r} holds the records",

@@ -103,8 +103,7 @@ class _Window:
         return value
 
     def error(self, problem: str, position: int) -> ValueError:
-        """Return an error as the module `json` raises it: line and column are those of the whole
-        text.
+        """Return an error as the module `json` raises it, with line and column in the whole text.
 
         `position`: index in the window.
         """
