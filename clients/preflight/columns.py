@@ -29,11 +29,13 @@ log = logging.getLogger(__name__)
 def fit_columns(
     job: _Job, data_files: Sequence[DataFile], *, remote: bool = False
 ) -> tuple[dict[str, str], str]:
-    """Return the values of column keys that a job does not set, by key, and the layout in words.
+    """Return values for the column keys that a job does not set, and the name of the layout.
 
-    `job`: a job, or an evaluation. `remote`: read data sets of the hub and directories too. Values
-    that equal their defaults are left out. Empty if the job sets the column of its prompts, or if
-    the columns are not conventional.
+    - job: a job, or an evaluation.
+    - remote: whether to read data sets of the hub and directories too.
+
+    The values are column names by key, without values that equal their defaults. They are empty if
+    the job sets the column of its prompts, or if the columns are not conventional.
 
     Raises InvalidInput if the records can be read in several ways, if the data sets of the job have
     different layouts, or if another key of the job does not suit the layout.
@@ -77,7 +79,10 @@ def fit_columns(
 
 
 def with_columns(exam: ExamConfig) -> ExamConfig:
-    """Return an evaluation with values for the column keys that it does not set."""
+    """Return an evaluation with values for the column keys that it does not set.
+
+    The values are those of `fit_columns`.
+    """
     columns, layout = fit_columns(exam, exam.data_files, remote=True)
     for key, column in columns.items():
         exam = replaced(exam, key, column)
@@ -87,8 +92,9 @@ def with_columns(exam: ExamConfig) -> ExamConfig:
 
 
 def _choose_reading(data: PromptKeys, data_file: DataFile, *, remote: bool) -> Reading | None:
-    """Return the reading of a data set; None if the data set cannot be read here, or has no known
-    columns.
+    """Return the reading of a data set; None if it cannot be read here, or has no known columns.
+
+    Raises InvalidInput if there are several readings. `remote`: see `fit_columns`.
     """
     if data_file.prompts is None:
         return None
@@ -115,7 +121,10 @@ def _choose_reading(data: PromptKeys, data_file: DataFile, *, remote: bool) -> R
 
 
 def _suits_form(data: PromptKeys, reading: Reading) -> bool:
-    """Return whether the records have the form that a capture sets in data.form, if it does."""
+    """Return whether a reading has the form that a capture sets with the key `data.form`.
+
+    The result is True if the job does not set this key.
+    """
     if not isinstance(data, CaptureData) or "form" not in data.model_fields_set:
         return True
     return reading.is_conversation == (data.form == "messages")
@@ -138,7 +147,10 @@ def _read_start(
 
 
 def _check_keys(job: Table, values: Mapping[str, str]) -> None:
-    """Raise InvalidInput if a key of the job has no effect, or is wrong, with these columns."""
+    """Raise InvalidInput if another key of the job is wrong, or has no effect, with new columns.
+
+    `values`: the new columns by key.
+    """
     for key, value in values.items():
         job = replaced(job, key, value)
     try:

@@ -1,8 +1,8 @@
 """Checks that the data files of a job can be read: format, records and columns.
 
 `check_data` reads only the first records of a file, so a check takes milliseconds for a file of any
-size. `check_all_records` reads the whole file. Hub ids, URLs and directories are left to the job's
-program.
+size. `check_all_records` reads the whole file. Data sets at hub ids, URLs and directories are
+checked by the job's program.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ Row: TypeAlias = tuple[str, Mapping[str, Any]]
 
 
 def check_data(config: JobConfig, *, only_existing: bool = False) -> None:
-    """Raise InvalidInput if a local data file cannot be read or lacks a column that is read.
+    """Raise InvalidInput if a local data file cannot be read or lacks a column that the job reads.
 
     A file is refused if its format is not supported, if it has no records, or if a column is in
-    none of its first records. Columns that the job does not set are recognised. Never blocks on a
-    pipe. `only_existing`: ignore missing files, which the server may have.
+    none of its first records. Columns that the job does not set are recognised first. The check
+    never blocks on a pipe. `only_existing`: ignore missing files, which the server may have.
     """
     columns, _ = fit_columns(config, config.data_files)
     for data_file in Limits(columns).apply(config).data_files:
@@ -60,7 +60,10 @@ def check_data(config: JobConfig, *, only_existing: bool = False) -> None:
 
 
 def check_data_file(data_file: DataFile) -> None:
-    """Check the files of a DataFile, as `check_data` does; not hub ids and directories."""
+    """Check one data file, or all files of its pattern, as `check_data` does.
+
+    Hub ids and directories are not checked.
+    """
     path, field = data_file.path, data_file.field
     try:
         if not suffix_of(path) and path.endswith(_REFUSED_SUFFIXES):
@@ -82,8 +85,9 @@ def check_data_file(data_file: DataFile) -> None:
 def check_all_records(config: JobConfig, report: Callable[[str], None]) -> None:
     """Raise InvalidInput if a line of a local data file or a value of a record cannot be used.
 
-    Columns must be set or fitted. Tokens are not checked. `report` gets the progress every few
-    seconds, and the files that are too large to be read.
+    The columns must be set in `config`, by the job or by `fit_columns`. Tokens are not checked.
+    `report`: a function that shows a text to the user. The texts are the progress, every few
+    seconds, and the names of files that are not read because they are too large or need pyarrow.
     """
     for data_file in config.data_files:
         path, prompts = data_file.path, data_file.prompts
@@ -154,10 +158,10 @@ def _column_hint(key: str, column: str, data_file: DataFile, records: Records) -
 
 
 def _expected_columns(data_file: DataFile) -> Columns:
-    """Return the columns that the file must have.
+    """Return (key, column) for each column that the file must have.
 
-    The reference of a conversation is its last message if that is the assistant's, so the column of
-    answers may be missing.
+    For conversations, the column of answers may be missing: if the last message is an assistant
+    message, it is the reference answer.
     """
     prompts, weight_column, columns = data_file.prompts, data_file.weight_column, data_file.columns
     if weight_column is not None:
@@ -175,9 +179,10 @@ def _expected_columns(data_file: DataFile) -> Columns:
 
 
 def _check_prompts(data_file: DataFile, prompts: PromptFormat, rows: Iterable[Row]) -> None:
-    """Raise InvalidInput if the first records are wrong, or if no conversation has an answer.
+    """Raise InvalidInput if the first records have a wrong value, or conversations but no answer.
 
-    A record without a column is accepted here, because others of the first records have it.
+    A record that lacks a column is accepted here, because another of the first records has the
+    column.
     """
     path, learns_answers = data_file.path, data_file.learns_answers
     are_answered = [
@@ -209,9 +214,10 @@ def _check_record(
     *,
     is_complete: bool = True,
 ) -> bool:
-    """Raise InvalidInput if a value of a record is wrong; return whether it has an answer.
+    """Raise InvalidInput if a value of a record is wrong. Return whether the record has an answer.
 
-    `is_complete`: refuse a record without one of the columns, and texts that are no texts.
+    `is_complete`: whether to refuse also a record that lacks a column, or an answer that is not
+    text.
     """
     column, learns_answers = data_file.answer_column, data_file.learns_answers
 

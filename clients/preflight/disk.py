@@ -1,4 +1,4 @@
-"""Checks that checkpoints, export and versions of the weights of a job fit on the disk."""
+"""Checks that the checkpoints, the export and the weight versions of a job fit on the disk."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ def check_space(config: TrainingJob, run: Path, *, here: bool = True) -> None:
     """Raise TooLittleSpace if the disk has too little space for the files of the job.
 
     The files are checkpoints, the export, and the versions of the weights for rollout engines,
-    unless these are in memory. `run`: the run directory or its future parent directory. `here`: the
-    job's program runs on this machine. Files of earlier attempts count as available space.
+    unless these are in memory. The space of files of earlier attempts is available, because the new
+    attempt replaces these files.
+
+    - run: the run directory or its future parent directory.
+    - here: whether the job's program runs on this machine.
 
     The estimate is a lower bound. It assumes float32, the dtype of trained weights. It excludes
     other jobs, logs, rows, adapters, a best checkpoint that is not among the newest, and students
@@ -73,7 +76,10 @@ def check_space(config: TrainingJob, run: Path, *, here: bool = True) -> None:
 
 
 def _field_and_hint(config: TrainingJob, *, by_versions: bool) -> dict[str, str]:
-    """Return field and hint. `by_versions`: the versions of the weights alone exceed the space."""
+    """Return the field and the hint of the error.
+
+    `by_versions`: whether the files would fit without the versions of the weights.
+    """
     if by_versions:
         memory = (
             "free disk space, or enlarge /dev/shm, which holds the weights if it is large enough"
@@ -86,10 +92,10 @@ def _field_and_hint(config: TrainingJob, *, by_versions: bool) -> dict[str, str]
 
 
 def _count_versions(config: TrainingJob, *, here: bool) -> tuple[int, int]:
-    """Return the number of versions of the weights in the run directory, and the bytes of one
-    version.
+    """Return (number of versions of the weights in the run directory, bytes of one version).
 
-    (0, 0) if the versions are in memory, or unknown: on a cluster, or of a student with adapters.
+    The result is (0, 0) if the versions are in memory. It is also (0, 0) if they are unknown: for a
+    job on a cluster, or for a student with adapters.
     """
     rollouts = config.rollout_engine
     if not here or rollouts is None or config.student.lora is not None:
@@ -116,7 +122,7 @@ def parameters_of(model: Path) -> int:
 
 
 def _file_sizes(config: TrainingJob) -> tuple[int, int]:
-    """Return the bytes of a checkpoint and of the export."""
+    """Return (bytes of a checkpoint, bytes of the export)."""
     weights = _FLOAT32 * parameters_of(Path(config.student.model))
     anchored = weights if config.has_anchor else 0
     export = weights + anchored if config.export.dtype == "float32" else (weights + anchored) // 2

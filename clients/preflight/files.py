@@ -1,5 +1,4 @@
-"""Checks of a job on the machine that will run it: packages, files, models, trackers and disk
-space.
+"""Checks a job on the machine that will run it: packages, files, models, trackers and disk space.
 
 The checks do not import torch and take milliseconds. A server runs them before it queues a job. The
 job's program runs them again when it starts, because files may have changed. `teachers.py` has the
@@ -50,8 +49,7 @@ RELATIVE_PATH_HINT = "relative paths start at the current directory"
 
 
 def check_template(config: JobConfig, model: str) -> None:
-    """Raise InvalidInput if the job's keys need a chat template and the tokenizer of `model` has
-    none.
+    """Raise InvalidInput if the job needs a chat template and the tokenizer of `model` has none.
 
     Hub ids and files that cannot be interpreted are checked later by the job's program.
     """
@@ -125,10 +123,13 @@ def check_here(
 def check_files(config: AnyJob, hint: str = RELATIVE_PATH_HINT) -> None:
     """Raise InvalidInput if a file or directory that the job names does not exist.
 
-    Only names that must be paths are checked: with a file suffix, a leading "/", "./", "../" or
-    "~", more than one "/", or an existing directory before the "/"; and models whose names the hub
-    refuses, such as names with spaces. Other names may be hub ids.
-    Only the form of a URL is checked: the job's program has the credentials and opens the object.
+    Only names that must be paths are checked. These are names with a file suffix, with a leading
+    "/", "./", "../" or "~", with more than one "/", or with an existing directory before the "/".
+    Names of models that are not valid hub ids, such as names with spaces, are also checked. Any
+    other name may be a hub id.
+
+    For a URL, only the form is checked: the job's program has the credentials and opens the object.
+    `hint`: the hint of the error.
     """
     for key, url in named_urls(config):
         _check_url(key, url)
@@ -158,9 +159,7 @@ def check_files(config: AnyJob, hint: str = RELATIVE_PATH_HINT) -> None:
 
 
 def _other_suffix(path: Path) -> Path | None:
-    """Return an existing file with a similar suffix, such as a.json for a.jsn; None if there is
-    none.
-    """
+    """Return an existing file with a similar suffix, such as a.json for a.jsn, or None."""
     if not path.parent.is_dir():
         return None
     suffixes = difflib.get_close_matches(path.suffix, FILE_SUFFIXES, n=len(FILE_SUFFIXES))
@@ -212,9 +211,9 @@ def check_processes(config: TrainingJob) -> None:
 def check_models(config: JobConfig, *, here: bool = True) -> list[str]:
     """Check the student of a job, and the teacher that is started for it, if they are local paths.
 
-    `here`: the programs of the job run in this Python environment; see `check_model`, whose notes
-    are returned. Raises InvalidInput, also for a capture without a tokenizer. Hub ids and URLs are
-    checked by the programs that fetch them.
+    Returns the warnings of `check_model`. Raises InvalidInput if a model cannot be used, or if a
+    capture has no tokenizer. Models at hub ids and URLs are checked by the programs that fetch
+    them. `here`: whether the programs of the job run in this Python environment.
     """
     if isinstance(config, CaptureJob):
         _require_tokenizer(config)
@@ -258,7 +257,7 @@ def note_similar_directories(config: JobConfig) -> list[str]:
 
 
 def list_models(config: JobConfig) -> Iterator[tuple[str, str, Reader]]:
-    """Yield the key, the name and the reader of each model that the job loads."""
+    """Yield (key, path or hub id, program that reads the model) for each model of the job."""
     student, teacher = config.answering_student, config.teacher_link
     if student is not None:
         is_trained = isinstance(student, StudentConfig)

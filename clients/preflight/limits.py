@@ -45,9 +45,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """Values for keys that a job does not set, by key, and the reason for each; often empty.
+    """Values for keys that a job does not set.
 
-    If several columns were recognised, the last column has the reason for all columns.
+    - values: the value of each key; often empty.
+    - reasons: the reason for the value of a key. If several columns were recognised, the last
+      column has the reason for all columns.
     """
 
     values: Mapping[str, int | str] = field(default_factory=dict)
@@ -61,7 +63,7 @@ class Limits:
         )
 
     def apply(self, config: _Job) -> _Job:
-        """Return the job with these values. Keys that the job sets do not change."""
+        """Return the job with these values. Keys that the job sets keep their values."""
         for key, value in self.values.items():
             if not is_set(config, key):
                 config = replaced(config, key, value)
@@ -82,11 +84,15 @@ def is_set(config: JobConfig, key: str) -> bool:
 def fit_limits(
     config: JobConfig, teachers: Mapping[str, int] | None = None, *, remote: bool = False
 ) -> Limits:
-    """Return the columns and limits that a job does not set and that must differ from the defaults.
+    """Return values for columns and limits that the job does not set.
 
-    `teachers`: tokens that its teachers read, by label, as far as known. `remote`: read models and
-    data of the hub too. Models and data that cannot be read are ignored: other checks report them.
-    Raises InvalidInput as `fit_columns` does.
+    A key has a value here only if its default does not fit the models and the data of the job.
+
+    - teachers: maximum number of tokens that each teacher reads, by label, as far as known.
+    - remote: whether to read models and data of the hub too.
+
+    Models and data that cannot be read are ignored, because other checks report them. Raises
+    InvalidInput as `fit_columns` does.
     """
     values: dict[str, int | str] = {}
     reasons: dict[str, str] = {}
@@ -109,9 +115,7 @@ def fit_limits(
 
 
 def read_limits(run: Path) -> Limits | None:
-    """Return the limits that an attempt wrote to its run directory; None if the file does not
-    exist.
-    """
+    """Return the limits that an attempt wrote to its run directory; None without a valid file."""
     try:
         return Limits(**read_document(run / LIMITS_FILE))
     except (OSError, ValueError, TypeError):
@@ -140,7 +144,7 @@ def write_limits(run: Path, limits: Limits) -> None:
 
 
 def add_limit(run: Path, key: str, value: int, reason: str) -> None:
-    """Log a limit that is known when the data are read, and add it to the limits of the run."""
+    """Log a limit that depends on the data of the job, and add it to the limits of the run."""
     limits, added = read_limits(run) or NO_LIMITS, Limits({key: value}, {key: reason})
     merged = Limits({**limits.values, key: value}, {**limits.reasons, key: reason})
     replace_file(run / LIMITS_FILE, json.dumps(vars(merged)) + "\n")
@@ -148,10 +152,12 @@ def add_limit(run: Path, key: str, value: int, reason: str) -> None:
 
 
 def check_lengths(config: JobConfig, reader: str, context: int | None) -> None:
-    """Raise InvalidInput if the sequences of a job can be longer than `reader` can read.
+    """Raise InvalidInput if a sequence of the job can be longer than a model can read.
 
-    `reader`: the model, for the message. `context`: its largest number of tokens; None: no limit.
-    The error names the keys that help, and their largest values.
+    - reader: the name of the model, for the message.
+    - context: the maximum number of tokens that the model reads; None means no limit.
+
+    The error names the keys that shorten a sequence, and the largest values that fit.
     """
     keys = _length_keys(config)
     sizes = {key: int(_value(config, key)) for key in keys}
@@ -186,11 +192,12 @@ def check_lengths(config: JobConfig, reader: str, context: int | None) -> None:
 
 
 def check_room(longest: int, answer: int, reader: str, context: int | None, remedy: str) -> None:
-    """Raise InvalidInput if a prompt of `longest` tokens and an answer of `answer` tokens exceed
-    `context`.
+    """Raise InvalidInput if a prompt with an answer is longer than a model can read.
 
-    `reader`, `context`: see `check_lengths`. `remedy`: a hint to shorten the prompt;
-    this function appends the maximum number of tokens.
+    - longest: tokens of the prompt.
+    - answer: tokens of the answer.
+    - reader, context: see `check_lengths`.
+    - remedy: the hint to shorten the prompt; this function appends the maximum number of tokens.
     """
     if context is None or longest + answer <= context:
         return
@@ -210,7 +217,7 @@ def _value(config: JobConfig, key: str) -> Any:
 
 
 def _length_keys(config: JobConfig) -> tuple[str, ...]:
-    """Return the keys whose sum is the longest sequence of a job."""
+    """Return the keys whose values add up to the maximum number of tokens of a sequence."""
     method: Table | None = getattr(config, "method", None)
     fields = type(method).model_fields if method else {}
     if PROMPT in fields:
@@ -222,7 +229,7 @@ def _length_keys(config: JobConfig) -> tuple[str, ...]:
 
 
 def _fit_lengths(config: JobConfig, context: int) -> dict[str, int]:
-    """Return values for limits of tokens that are not set, so that a sequence fits `context`."""
+    """Return values for token limits that the job does not set. A sequence then fits `context`."""
     answer_key = f"method.{ANSWER}"
     if config.stores:
         longest = longest_stored(config) if config.answers_stored_prompts else None
@@ -244,7 +251,11 @@ def _fit_lengths(config: JobConfig, context: int) -> dict[str, int]:
 
 
 def _fit_counts(config: TrainingJob, records: int) -> dict[str, int]:
-    """Return counts of records for keys that are not set: a tenth, at least one per process."""
+    """Return values for numbers of records that the job does not set: a tenth of `records`.
+
+    A number is at least one per process. For `train.prompts_per_step`, it is at least one per
+    process and update.
+    """
     share = max(records // _SHARE, config.processes)
     updates: int = getattr(getattr(config, "method", None), "updates_per_step", 1)
     data = getattr(config, "data", None)
@@ -257,9 +268,7 @@ def _fit_counts(config: TrainingJob, records: int) -> dict[str, int]:
 
 
 def _shrink(config: JobConfig, values: Mapping[str, int]) -> dict[str, int]:
-    """Return the entries of `values` that are lower than the default, for keys that the job does
-    not set.
-    """
+    """Return the entries of `values` that are below their default and that the job does not set."""
     return {
         key: value
         for key, value in values.items()
@@ -268,10 +277,10 @@ def _shrink(config: JobConfig, values: Mapping[str, int]) -> dict[str, int]:
 
 
 def _read_contexts(config: JobConfig, *, remote: bool) -> dict[str, int]:
-    """Return the largest numbers of tokens of the models that the job names, by model.
+    """Return the maximum number of tokens that the job's models read, by "student" or "teacher".
 
-    Raises Unavailable if the student's config.json is on a hub that does not answer. The limit of a
-    teacher whose model is on another machine is missing.
+    A model whose limit is unknown is missing, such as the model of a teacher on another machine.
+    Raises Unavailable if the student's config.json is on a hub that does not answer.
     """
     models: dict[str, tuple[str, str | None]] = {}
     student = config.answering_student
@@ -288,7 +297,7 @@ def _read_contexts(config: JobConfig, *, remote: bool) -> dict[str, int]:
 
 
 def _count_records(config: JobConfig, *, remote: bool) -> int:
-    """Return the number of records to learn from, at most _MAX_RECORDS; 0 if it is unknown."""
+    """Return the number of training records, at most _MAX_RECORDS; 0 if the number is unknown."""
     data, store = getattr(config, "data", None), config.stores.get("data.path")
     try:
         if store is not None:
@@ -302,9 +311,10 @@ def _count_records(config: JobConfig, *, remote: bool) -> int:
 
 
 def longest_stored(job: JobConfig) -> int | None:
-    """Return the tokens of the longest sequence of the job's store; None if it cannot be read.
+    """Return the number of tokens of the longest sequence in the job's store.
 
-    None too if the job has no store. A store at a URL is not read: the job's program copies it.
+    Returns None if the job has no store, or if the store cannot be read. A store at a URL is not
+    read, because the job's program copies it.
     """
     path = job.stores.get("data.path")
     if path is None or is_object_url(path):

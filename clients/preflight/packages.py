@@ -24,7 +24,10 @@ _FLASH_MODULES = ("flash_attn", "flash_attn_interface", "kernels")
 
 
 def check_packages(config: JobConfig) -> None:
-    """Raise InvalidInput if packages are missing. The hint is the command that installs them."""
+    """Raise InvalidInput if a package that the job's program needs is not installed.
+
+    The hint is the command that installs the package.
+    """
     for extra, user, field in config.extras:
         require_extra(extra, user, field=field)
     # Some builds of vLLM have another distribution name than the extra requires.

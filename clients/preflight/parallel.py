@@ -49,15 +49,13 @@ def local_config(student: StudentConfig) -> dict[str, Any]:
 
 
 def divided_counts(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the counts that a tensor-parallel group divides, by name, from a model's
-    configuration.
-    """
+    """Return the counts that a tensor-parallel group divides, by name. `config`: a config.json."""
     values = {name: config.get(key) for key, name in _COUNT_KEYS.items()}
     return {name: count for name, count in values.items() if isinstance(count, int) and count > 0}
 
 
 def refuse_indivisible(counts: Mapping[str, int], size: int, field: str) -> None:
-    """Raise InvalidInput if `size`, the key `field`, does not divide each of `counts`."""
+    """Raise InvalidInput if one of `counts` is not divisible by `size`, the value of `field`."""
     for name, count in counts.items():
         if count % size:
             # A divisor of `size` also divides train.processes.
@@ -79,7 +77,7 @@ _HEADS = "heads of queries"
 
 
 def check_context_parallel(config: TrainingJob) -> None:
-    """Raise InvalidInput if the group size does not divide the number of heads of a local student.
+    """Raise InvalidInput if the heads of a local student do not divide evenly over a group.
 
     A student from the hub is checked when the job starts.
     """
@@ -87,9 +85,9 @@ def check_context_parallel(config: TrainingJob) -> None:
 
 
 def refuse_indivisible_heads(config: Mapping[str, Any], size: int) -> None:
-    """Raise InvalidInput if `size` does not divide the number of query heads of a text model.
+    """Raise InvalidInput if the number of query heads of a text model is not divisible by `size`.
 
-    Key and value heads are repeated if a group has more processes.
+    Key and value heads are repeated if a group has more processes than heads.
     """
     counts = divided_counts(config)
     heads = {_HEADS: counts[_HEADS]} if _HEADS in counts else {}

@@ -27,9 +27,9 @@ class RecordsEstimate:
 
     - records: number of records.
     - epoch_records: number of records of `data.path`.
-    - copy_bytes: size of the copies that no earlier job has made.
-    - free_bytes: free space of the disk of `directory`, where the copies are.
-    - memory_bytes: memory of each process for the records.
+    - copy_bytes: size in bytes of the copies that the job has to make.
+    - free_bytes: free bytes on the disk of `directory`.
+    - directory: the directory of the copies.
     """
 
     records: int
@@ -40,7 +40,11 @@ class RecordsEstimate:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of each process: 0 if it maps the copies, for which the disk has room."""
+        """Bytes of memory that the records take in each process.
+
+        The number is 0 if the disk has room for the copies, because a process maps them from the
+        disk.
+        """
         return 0 if self.has_room else self.copy_bytes
 
     @property
@@ -50,7 +54,7 @@ class RecordsEstimate:
 
     @property
     def facts(self) -> dict[str, int]:
-        """The number of records, and sizes in bytes, for `--json`."""
+        """The number of records, and the sizes in bytes, for the option `--json`."""
         sizes = {"memory": self.memory_bytes, "copy": self.copy_bytes, "free": self.free_bytes}
         return {"records": self.records, **sizes}
 
@@ -71,7 +75,11 @@ class RecordsEstimate:
 
 
 def estimate_records(config: JobConfig) -> RecordsEstimate | None:
-    """Return the estimate for a job; None if it reads no local file of records, or copies none."""
+    """Return the estimate for a job.
+
+    Returns None if the job reads no local file of records, if it makes no copies, or if a file
+    cannot be read.
+    """
     if not config.copies_records:
         return None
     records = epoch_records = copy_bytes = 0
@@ -97,9 +105,10 @@ def estimate_records(config: JobConfig) -> RecordsEstimate | None:
 
 
 def _estimate_files(names: Sequence[str]) -> tuple[int, int]:
-    """Return estimates of the number of records in the files and of their bytes as JSON. Reads the
-    start of the first file and the sizes of all files, because a pattern may name thousands of
-    files.
+    """Return (number of records in the files, bytes of the records as JSON). Both are estimates.
+
+    The function reads the start of the first file, but only the sizes of the other files, because a
+    pattern may name thousands of files.
     """
     paths = [Path(name) for name in names]
     size = sum(path.stat().st_size * _EXPANSIONS.get(path.suffix, 1.0) for path in paths)

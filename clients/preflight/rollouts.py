@@ -41,7 +41,7 @@ def gpus_here() -> list[str]:
 
 
 def check_gpus(config: JobConfig) -> None:
-    """Raise InvalidInput if `rollouts.gpus` exceeds the number of GPUs of this machine.
+    """Raise InvalidInput if this machine has too few GPUs for the trainer and `rollouts.gpus`.
 
     Engines on a cluster are not checked.
     """
@@ -59,7 +59,7 @@ def check_gpus(config: JobConfig) -> None:
 
 
 def not_rollouts(address: str) -> InvalidInput:
-    """Return the error for an address at which another program runs."""
+    """Return the error for an address where the server is not a rollout service."""
     return InvalidInput(
         f"the server at {address} is not a rollout service",
         field=FIELD,
@@ -68,7 +68,10 @@ def not_rollouts(address: str) -> InvalidInput:
 
 
 def check_protocol(address: str, protocol: int) -> None:
-    """Raise WrongState if the service at `address` has another protocol than this program."""
+    """Raise WrongState if a service has another protocol version than this program.
+
+    `address`: the address of the service. `protocol`: its version.
+    """
     if protocol != ROLLOUTS_PROTOCOL:
         raise WrongState(
             f"the rollout service at {address} has another version of distill-service: it has"
@@ -90,9 +93,11 @@ def another_engine(engine: str, requested: str) -> WrongState:
 def check_rollouts(config: JobConfig, *, scope: str) -> None:
     """Check the services at `rollouts.address`, if the job has any. Waits at most 5 s.
 
-    `scope`: see `open_channel`. Services that do not answer are logged. Raises Unavailable if none
-    answers, InvalidInput if a server is another program or if its sequences are too short for the
-    job, and WrongState if it refuses the token, or has another engine or protocol.
+    `scope`: see `open_channel`. A service that does not answer is logged.
+
+    Raises Unavailable if no service answers. Raises InvalidInput if a server is not a rollout
+    service, or if the job has longer sequences than the service accepts. Raises WrongState if a
+    service refuses the token, or has another engine or protocol than the job.
     """
     engine = config.rollout_engine
     if engine is None or engine.address is None:
@@ -126,7 +131,7 @@ def check_rollouts(config: JobConfig, *, scope: str) -> None:
 
 
 class _InfoCall(ExitStack):
-    """A running call for the info of one service. `answer` waits for its result."""
+    """A running request for the info of one service. The method `answer` waits for the result."""
 
     def __init__(self, address: str, scope: str) -> None:
         super().__init__()
@@ -141,7 +146,7 @@ class _InfoCall(ExitStack):
         self._call = stub.GetRolloutInfo.future(request, timeout=_SECONDS, wait_for_ready=True)
 
     def answer(self) -> rollouts_pb2.RolloutInfo:
-        """Wait for the info. Raises the DistillError of the call."""
+        """Wait for the info of the service, and return it. Raises the error of the request."""
         try:
             return self._call.result()
         except grpc.RpcError as error:

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class TeacherLimits(Protocol):
-    """The limits of a teacher, from the info of a service or of an engine."""
+    """The limits of a teacher, which the info of a service or of an engine contains."""
 
     @property
     def max_top_k(self) -> int:
@@ -61,7 +61,7 @@ def adapter_of(config: JobConfig) -> str:
 
 
 def field_of(name: str) -> str:
-    """Return the key with the address of the teacher of this name."""
+    """Return the key of the job file that has the address of the teacher `name`."""
     return f"teachers.{name}" if name else "teacher.address"
 
 
@@ -71,12 +71,15 @@ def label_of(name: str) -> str:
 
 
 def contexts_of(infos: Mapping[str, TeacherInfo]) -> Mapping[str, int]:
-    """Return the largest numbers of tokens of teachers by label, for `fit_limits`."""
+    """Return the maximum number of tokens that each teacher reads, by label, for `fit_limits`."""
     return {label_of(name): info.max_length for name, info in infos.items()}
 
 
 def ask_infos(config: AnyJob) -> Mapping[str, TeacherInfo]:
-    """Return the infos of the teachers that answer at once, by name."""
+    """Return the infos of the job's teachers by name. A teacher must answer at once.
+
+    Teachers without an answer are left out.
+    """
     infos: dict[str, TeacherInfo] = {}
     for name, address in services_of(config).items():
         with TeacherClient(address, scope="preflight") as client, suppress(DistillError):
@@ -85,10 +88,10 @@ def ask_infos(config: AnyJob) -> Mapping[str, TeacherInfo]:
 
 
 def check_teachers(config: AnyJob, infos: Mapping[str, TeacherInfo]) -> None:
-    """Check a job against the infos of its teachers, by name.
+    """Check a job against the infos of its teachers. `infos`: the info of each teacher, by name.
 
-    Raises InvalidInput if a teacher's limits are too small for the job, and WrongState if a teacher
-    does not match the store of an offline job.
+    Raises InvalidInput if the limits of a teacher are too small for the job. Raises WrongState if
+    the teacher of an offline job does not match the store of the job.
     """
     _check_images(config, infos)
     for name, info in infos.items():
@@ -102,7 +105,10 @@ def check_teachers(config: AnyJob, infos: Mapping[str, TeacherInfo]) -> None:
 
 
 def _check_images(config: JobConfig, infos: Mapping[str, TeacherLimits]) -> None:
-    """Check that the teacher, or at least one of several teachers, accepts images."""
+    """Raise InvalidInput if a job with images has no teacher that accepts images.
+
+    One such teacher is enough, even if the job has several teachers.
+    """
     prompts = config.prompt_format
     if prompts is None or prompts.image_column is None or not infos:
         return
@@ -136,7 +142,7 @@ def check_capture(teacher: TeacherLimits, job: CaptureJob) -> None:
 
 
 def _check_scorer(info: TeacherInfo, label: str, request: RowRequest) -> None:
-    """Check the limits of a teacher that scores the student's rollouts."""
+    """Raise InvalidInput if a teacher of rollouts cannot return the rows of `request`."""
     hint = f"lower the value to {info.max_top_k}, or start the teacher with a larger --max-top-k"
     _check_head(info, label, request.top_k, request.top_k_key, hint)
     _check_ids(info, label, request)
@@ -175,7 +181,7 @@ def _check_temperature(info: TeacherLimits, label: str, temperature: float) -> N
 
 
 def _check_ids(info: TeacherInfo, label: str, request: RowRequest) -> None:
-    """Check that the teacher can score as many student ids per row as the reverse KL needs."""
+    """Raise InvalidInput if the teacher scores fewer given ids per row than the student sends."""
     max_ids, ids = info.max_chosen_ids, request.top_k + request.draws
     if max_ids is None or not request.of_student or ids <= max_ids:
         return
@@ -195,7 +201,12 @@ def _check_ids(info: TeacherInfo, label: str, request: RowRequest) -> None:
 
 
 def _check_live_teacher(info: TeacherInfo, label: str, store: CapturedStore) -> None:
-    """Check that a running teacher matches a store: same tokenizer, sufficient maximum k."""
+    """Raise InvalidInput or WrongState if a running teacher does not match a store.
+
+    The teacher must have the tokenizer of the store and enough logits. It must support the head
+    size, the temperature and the tail samples of the store. The store must be captured without a
+    context.
+    """
     hint = "start the teacher with a larger --max-top-k"
     _check_head(info, label, store.top_k, "teacher.address", hint)
     if info.only_temperature_one and store.temperature != 1:

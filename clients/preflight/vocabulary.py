@@ -15,7 +15,7 @@ from protos.errors import WrongState
 
 
 class TeacherWidth(Protocol):
-    """The logits of a teacher, according to the info of a service or an engine."""
+    """The logits of a teacher, which the info of a service or of an engine describes."""
 
     @property
     def vocab_size(self) -> int:
@@ -23,14 +23,15 @@ class TeacherWidth(Protocol):
 
     @property
     def takes_vocab_size(self) -> bool:
-        """Whether the teacher can exclude the last logits."""
+        """Whether the teacher can exclude its last logits from the softmax."""
 
 
 def common_ids(student_logits: int, teacher_logits: int, label: str, tokens: Sequence[str]) -> int:
     """Return V0, the number of common ids of a student and a teacher or store.
 
-    `tokens`: the tokens of both by id, "" for an unused id. Raises WrongState (`student.model`) if
-    the numbers of logits differ and an id of V0 or above has a token, and so is not padding.
+    `label`: the name of the teacher or store, for messages. `tokens`: the token of each id; "" for
+    an unused id. Raises WrongState (`student.model`) if the numbers of logits differ, and an id of
+    V0 or above has a token: such an id is not padding.
     """
     common = min(student_logits, teacher_logits)
     first_token_id = next(
@@ -57,7 +58,7 @@ def other_tokenizer(difference: str, label: str) -> WrongState:
 
 
 def require_narrowing(teacher: TeacherWidth, common: int, label: str, field: str) -> None:
-    """Raise WrongState if a teacher cannot exclude its logits from id `common` on."""
+    """Raise WrongState if a teacher has more than `common` logits and cannot exclude the others."""
     if common < teacher.vocab_size and not teacher.takes_vocab_size:
         raise WrongState(
             f"the {label} has logits for {teacher.vocab_size} ids, but cannot exclude the"
