@@ -1,11 +1,11 @@
-"""The figures of the machines that `distill plan` knows, for the time of a step.
+"""The speeds and sizes of the machines that `distill plan` knows, for the time of a step.
 
 The sources are NVIDIA's data sheets of each GPU (dense rates, without sparsity) and of the DGX
 system with eight such GPUs (network). The shares of the peaks that programs reach, and the seconds
 of the host, are assumptions, not measurements. The shares of attention are those that
 FlashAttention-2 reaches on an A100 (Dao, arXiv 2307.08691: 50% to 73%) and on an H100 (Shah et al.,
-arXiv 2407.08608: 35%). `benchmarks/models/calibration.py` measures the same figures of a CPU, and
-docs/step-time.md compares the times that follow from them with jobs.
+arXiv 2407.08608: 35%). `benchmarks/models/calibration.py` measures the same figures of a CPU.
+docs/step-time.md compares the predicted times with the times of jobs.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MachineFigures:
-    """The figures of one GPU, per second, or of one core of a CPU.
+    """The speeds and the memory size of one GPU, or of one core of a CPU.
 
-    - bf16, float32: peak operations of matrix products with these inputs (float32: as TF32).
+    - bf16, float32: peak operations per second of matrix products with these inputs (float32: as
+      TF32).
     - memory: bytes per second of its memory.
     - size: its memory in GiB.
     - link: bytes per second that a GPU sends to the others of its machine.
     - network: bytes per second that a GPU sends to other machines.
     - host: bytes per second from GPU to host.
-    - attention_share, product_share, memory_share, link_share: the part of a peak that programs
-      reach.
-    - elementwise_share: the part of `memory` that operations without a matrix product reach.
+    - attention_share, product_share: part of the peak operations that attention and products reach.
+    - memory_share, link_share: part of `memory`, and of `link` or `network`, that programs reach.
+    - elementwise_share: part of `memory` that operations without a matrix product reach.
     - layer_launch: seconds of the host to launch the forward pass of a layer, without CUDA graphs.
     - token_launch: seconds of the host for the rest of a decoding step of transformers.
     - engine_launch: seconds of the host for a decoding step of vLLM, which replays CUDA graphs.
@@ -56,21 +57,28 @@ class MachineFigures:
         return self.product_share * (self.bf16 if bf16 else self.float32)
 
     def attention(self, *, bf16: bool) -> float:
-        """Return the operations per second of causal attention, which skips half of them."""
+        """Return the operations per second that causal attention reaches.
+
+        Causal attention skips half of the scores; skipped operations are not counted.
+        """
         return self.attention_share * (self.bf16 if bf16 else self.float32)
 
     @property
     def reads(self) -> float:
-        """Bytes per second of weights and keys that a decoding step reads."""
+        """Bytes per second at which a decoding step reads weights, and cached keys and values."""
         return self.memory_share * self.memory
 
     @property
     def traffic(self) -> float:
-        """Bytes per second that passes without a matrix product read and write."""
+        """Bytes per second that operations without a matrix product read and write."""
         return self.elementwise_share * self.memory
 
     def together(self, *seconds: float) -> float:
-        """Return the seconds of parts of a pass that a GPU overlaps, and a CPU does not."""
+        """Return the seconds of a pass from the seconds of its parts.
+
+        If the machine overlaps the parts, as a GPU does, the result is the longest part. Otherwise
+        it is the sum.
+        """
         return max(seconds) if self.overlaps else sum(seconds)
 
 

@@ -28,24 +28,28 @@ _BLOCK, _MIN_SIZE = 64, 4096
 class Load:
     """The quantities that determine the memory of a process.
 
-    - sharded: FSDP2 over `processes`; otherwise DDP or a single process.
+    - shape: the sizes of the student.
+    - processes: number of processes of the job.
+    - sharded: whether FSDP2 shards over `processes`; otherwise DDP or a single process.
     - tensor_parallel: size of the groups that share the layers.
     - context_parallel: size of the groups that share the tokens of a micro-batch.
-    - bf16: compute dtype.
+    - bf16: whether the compute dtype is bfloat16; otherwise float32.
     - checkpointing: the key `student.gradient_checkpointing`.
     - lora: rank of the adapters; 0 trains all weights.
-    - train_head: with adapters, also train the head.
+    - train_head: whether the head is trained in addition to adapters.
     - tokens: padded tokens of a micro-batch.
-    - line: tokens of its longest sequence.
-    - sampled: number of sequences sampled together, of `sampled_line` tokens each; the first
-      `sampled_prompt` tokens are read in one forward pass; 0 if the process does not sample.
-    - narrow_moments: AdamW moments in 8 bits.
+    - line: tokens of the longest sequence of a micro-batch.
+    - sampled: number of sequences sampled together; 0 if the process does not sample.
+    - sampled_line: tokens of each sampled sequence, with its prompt.
+    - sampled_prompt: number of its first tokens, which are read in one forward pass.
+    - anchor: whether the process holds an anchor.
+    - narrow_moments: whether AdamW has moments in 8 bits.
     - critic_tokens: tokens of a step whose hidden states the critic reads; 0 without a critic.
-    - cuda: GPU or CPU.
+    - cuda: whether the process uses a GPU; otherwise a CPU.
     - gpu_bytes: memory of the GPU, which determines the rows of a chunk of logits.
     - engine: bytes of a rollout engine on the same GPU.
-    - engine_sleeps: the engine frees these bytes while the trainer learns.
-    - cpu_offload: shards are in host memory.
+    - engine_sleeps: whether the engine frees these bytes while the trainer learns.
+    - cpu_offload: whether the shards are in host memory.
     """
 
     shape: ModelShape
@@ -73,12 +77,18 @@ class Load:
 
     @property
     def shards(self) -> int:
-        """Number of processes over which FSDP2 shards the weights of one process of a group."""
+        """Number of processes over which FSDP2 divides the weights.
+
+        With tensor parallelism, these are the weights of one process of a group.
+        """
         return self.processes // self.tensor_parallel if self.sharded else 1
 
     @property
     def part(self) -> ModelShape:
-        """The sizes of the part that one process of a group computes: its heads, its MLP units."""
+        """The sizes of the part of the student that one process of a tensor-parallel group has.
+
+        A process has its part of the heads and of the MLP units.
+        """
         group = self.tensor_parallel
         return replace(
             self.shape,
@@ -143,10 +153,15 @@ class Load:
 def resident_bytes(load: Load) -> dict[str, int]:
     """Return the bytes that a process holds on its GPU between two updates, by part.
 
-    These are the float32 weights, AdamW's two moments and the anchor, divided by the shards, and
-    frozen weights in the compute dtype. The moments are float32, or 8 bits with a scale per block.
-    DDP keeps its gradient buffers after the first backward pass. The critic has one weight per unit
-    of the hidden states. A rollout engine may share the GPU.
+    The parts are:
+
+    - the float32 weights, AdamW's two moments and the anchor, divided by the number of shards
+    - frozen weights in the compute dtype
+    - the critic, with one weight per unit of the hidden states
+    - DDP's gradient buffers, which stay after the first backward pass
+    - a rollout engine on the same GPU
+
+    The moments are float32, or 8 bits with a scale per block.
     """
     buffers = 0 if load.sharded or load.processes == 1 else FLOAT32 * load.trained
     return {
@@ -158,7 +173,10 @@ def resident_bytes(load: Load) -> dict[str, int]:
 
 
 def share_bytes(load: Load) -> dict[str, int]:
-    """Return the bytes of a process's weights, optimizer state and anchor, on GPU or host."""
+    """Return the bytes of the weights, the optimizer state and the anchor of a process, by part.
+
+    The bytes are on the GPU, or on the host with CPU offload.
+    """
     trained, shards = load.trained, load.shards
     return {
         "weights": (FLOAT32 * trained + load.itemsize * load.frozen) // shards,
@@ -191,9 +209,9 @@ def _moment_bytes(load: Load) -> int:
 def saved_per_token(load: Load) -> int:
     """Return the bytes per token that autograd saves in one layer for its backward pass.
 
-    The result is for a layer without gradient checkpointing. The terms are in the order of the
-    layer: both norms, queries and keys, attention, MLP. Under autocast, a linear module saves a
-    bfloat16 copy of its input.
+    The result is for a layer without gradient checkpointing. The terms in the code have the order
+    of the layer: both norms, queries and keys, attention, MLP. Under autocast, a linear module
+    saves a bfloat16 copy of its input.
     """
     s, c = load.part, load.itemsize
     h, q, k, i = s.hidden, s.queries, s.keys, s.intermediate
@@ -219,7 +237,7 @@ def saved_per_token(load: Load) -> int:
 
 
 def products_per_token(load: Load) -> int:
-    """Return the bytes per token of the matrix products and attention that "selective" saves.
+    """Return the bytes per token of a layer that gradient checkpointing "selective" saves.
 
     These are queries, keys, values, attention with its log-sum-exp, the output projection, and the
     three products of the MLP.
@@ -231,11 +249,11 @@ def products_per_token(load: Load) -> int:
 
 
 def _math_attention(load: Load) -> int:
-    """Return the bytes per token that the math attention kernel saves in addition to q, k, v and
-    output.
+    """Return the bytes per token that the math attention kernel saves in addition to other kernels.
 
-    Only the flash kernels support grouped heads, and they do not support float32. In float32, a GPU
-    computes full score matrices [heads, line], and expands keys and values to all heads.
+    All kernels save q, k, v and output. Only the flash kernels support grouped heads, and they do
+    not support float32. In float32, a GPU therefore computes full score matrices [heads, line], and
+    expands keys and values to all heads.
     """
     s = load.part
     if not load.cuda or load.bf16 or s.heads == s.kv_heads:
@@ -244,9 +262,10 @@ def _math_attention(load: Load) -> int:
 
 
 def activation_bytes(load: Load) -> int:
-    """Return the bytes saved for the backward pass at the end of the forward pass.
+    """Return the bytes of the activations that the forward pass of a micro-batch saves.
 
-    A recomputing layer saves its input. In the mode `selective`, it also saves its matrix products.
+    The backward pass needs them. A layer that is recomputed saves only its input. With `selective`,
+    it also saves its matrix products.
     """
     s, policy = load.shape, load.checkpointing
     input_ = load.residual * s.hidden
@@ -260,7 +279,10 @@ def activation_bytes(load: Load) -> int:
 
 
 def count_chunk_rows(load: Load) -> int:
-    """Return the rows of a chunk of logits, as `student_trainer/losses/fused/projection.py`."""
+    """Return the number of rows in a chunk of logits.
+
+    The formula is that of `student_trainer/losses/fused/projection.py`.
+    """
     if not load.cuda:
         return max(128, (64 << 20) // (FLOAT32 * load.shape.vocabulary))
     row_bytes = (FLOAT32 + BFLOAT16) * load.shape.vocabulary
@@ -268,7 +290,11 @@ def count_chunk_rows(load: Load) -> int:
 
 
 def head_bytes(load: Load, *, learns: bool) -> int:
-    """Return the bytes of the fused operator: a chunk of logits, weight copies, gradients."""
+    """Return the bytes of the fused operator for the head and the loss.
+
+    These are a chunk of logits, copies of weights, and gradients. `learns`: whether the operator
+    computes gradients.
+    """
     s, c, bf16 = load.shape, load.itemsize, load.bf16
     rows = min(count_chunk_rows(load), load.tokens)
     total_bytes = rows * s.vocabulary * FLOAT32
@@ -318,7 +344,7 @@ def learning_bytes(load: Load) -> dict[str, int]:
 
 
 def optimizer_bytes(load: Load) -> dict[str, int]:
-    """Return the bytes of the AdamW step, by part, in addition to the resident bytes.
+    """Return the bytes of a step of AdamW, by part, in addition to the resident bytes.
 
     8-bit moments are updated in float32, for one weight at a time.
     """
@@ -332,7 +358,10 @@ def optimizer_bytes(load: Load) -> dict[str, int]:
 
 
 def gathered_by_layer(load: Load) -> dict[str, int]:
-    """Return the bytes of the weights that FSDP2 gathers at the same time for a pass."""
+    """Return the bytes of the weights that FSDP2 gathers at the same time in one pass.
+
+    FSDP2 gathers one layer after the other.
+    """
     s, c = load.part, load.itemsize
     wide_itemsize = c if load.lora else FLOAT32
     layer = c * s.linear_weights + wide_itemsize * s.other_weights
@@ -342,7 +371,11 @@ def gathered_by_layer(load: Load) -> dict[str, int]:
 
 
 def gathered_bytes(load: Load) -> dict[str, int]:
-    """Return the bytes of the full weights of one process, for sampling."""
+    """Return the bytes of the copies of weights for a pass that needs all weights at once, by part.
+
+    With FSDP2, the process gathers all weights. Otherwise these are bfloat16 copies of the linear
+    modules.
+    """
     s, c = load.shape, load.itemsize
     linear = s.layers * s.linear_weights
     if load.sharded:
@@ -354,7 +387,7 @@ def gathered_bytes(load: Load) -> dict[str, int]:
 
 
 def _forward_bytes(load: Load, tokens: int) -> int:
-    """Return the bytes of one layer's forward pass without gradient; its MLP needs the most.
+    """Return the peak bytes of a layer's forward pass without gradient; the peak is in the MLP.
 
     The terms are gate, up and their product, the residual, and two tensors of the float32 norm.
     Adapters add an output, and read a float32 copy of a bfloat16 input.
@@ -368,10 +401,10 @@ def _forward_bytes(load: Load, tokens: int) -> int:
 
 
 def sampling_bytes(load: Load) -> dict[str, int]:
-    """Return the bytes of sampling, by part, in addition to the resident bytes; {} without
-    sampling.
+    """Return the bytes of sampling, by part, in addition to the resident bytes.
 
-    A rollout engine that sleeps while the trainer learns is counted here and in `scoring_bytes`.
+    The result is {} if the process does not sample. A rollout engine that sleeps while the trainer
+    learns is included here and in `scoring_bytes`.
     """
     if awake := _awake_engine(load):
         return awake
@@ -388,14 +421,15 @@ def sampling_bytes(load: Load) -> dict[str, int]:
 
 
 def _awake_engine(load: Load) -> dict[str, int]:
-    """Return the bytes of an engine that sleeps while the trainer learns; {} without such an
-    engine.
-    """
+    """Return the bytes of an engine that sleeps only while the trainer learns; {} without one."""
     return {"rollout engine": load.engine} if load.engine and load.engine_sleeps else {}
 
 
 def scoring_bytes(load: Load) -> dict[str, int]:
-    """Return the bytes of a forward pass over a micro-batch: anchor rows or an evaluation."""
+    """Return the bytes of a forward pass without gradient over a micro-batch, by part.
+
+    Such passes compute the rows of the anchor, and evaluations.
+    """
     load = replace(load, tokens=-(-load.tokens // load.context_parallel))
     layer = _forward_bytes(load, load.tokens) + _math_attention(load) * load.tokens
     weights = gathered_by_layer(load) if load.sharded else gathered_bytes(load)
@@ -407,8 +441,9 @@ def scoring_bytes(load: Load) -> dict[str, int]:
 
 
 def stage_bytes(load: Load) -> dict[str, dict[str, int]]:
-    """Return the bytes of each stage, by part, in addition to the resident bytes; {}: no such
-    stage.
+    """Return the bytes of each stage, by part, in addition to the resident bytes.
+
+    The parts of a stage are {} if the job does not have the stage.
     """
     return {
         "sampling": sampling_bytes(load),
@@ -419,6 +454,6 @@ def stage_bytes(load: Load) -> dict[str, dict[str, int]]:
 
 
 def peak_bytes(load: Load) -> int:
-    """Return the peak bytes of a process."""
+    """Return the peak bytes of a process: the resident bytes and the bytes of the largest stage."""
     stages = stage_bytes(load).values()
     return sum(resident_bytes(load).values()) + max(sum(parts.values()) for parts in stages)

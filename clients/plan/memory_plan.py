@@ -44,6 +44,7 @@ _OFFLOAD: _Change = {"train": {"sharding": "fsdp2", "cpu_offload": True}}
 class MemoryPlan:
     """The memory of a process of a job on a GPU, in bytes.
 
+    - load: the quantities that determine the memory.
     - parts: bytes by stage and part.
     - peak: bytes of the largest stage.
     - usable: bytes that the job's tensors may take.
@@ -67,7 +68,7 @@ class MemoryPlan:
 
 
 def plan_of(job: AnyTraining, shape: ModelShape, memory: float) -> MemoryPlan:
-    """Return the plan of a job. `shape`: sizes of its student. `memory`: GiB per GPU."""
+    """Return the memory plan of a job. `shape`: the sizes of its student. `memory`: GiB per GPU."""
     usable = round(USABLE * memory * GIB)
     longest = longest_stored(job)
     load = load_of(job, shape, longest, usable=usable)
@@ -105,8 +106,9 @@ def load_of(
     """Return the quantities of the job that determine the memory of one of its processes.
 
     Prompts and answers have the maximum length that the job allows. Sequences of a store have the
-    length `longest`; without a readable store (None), they have the length of a whole micro-batch.
-    `usable`: bytes of a GPU for tensors, of which an engine on the same GPU uses a part.
+    length `longest`. If `longest` is None, because the store is not readable, they have the length
+    of a whole micro-batch. `usable`: bytes of a GPU for tensors, of which an engine on the same GPU
+    uses a part.
     """
     processes, token_budget = job.train.processes, job.train.tokens_per_micro_batch
     sequence_tokens, update_sequences, step_sequences = _sequence_counts(job, longest)
@@ -159,10 +161,10 @@ def _shared_engine(rollouts: RolloutsConfig, load: Load, usable: int) -> int:
 
 
 def _sequence_counts(job: AnyTraining, longest: int | None) -> tuple[int, int, int]:
-    """Return the tokens of the longest sequence, and two numbers of sequences per process.
+    """Return the tokens of the longest sequence, and two numbers of sequences for one process.
 
-    The numbers are the sequences of an update, and the maximum number of sequences sampled in a
-    step or an evaluation.
+    The first number is that of the sequences in an update. The second is the maximum number of
+    sequences sampled in a step or in an evaluation.
     """
     micro_batch = job.train.tokens_per_micro_batch
     sequence_tokens = longest or (micro_batch if job.stores else job.longest_sequence)
@@ -176,7 +178,8 @@ def largest_micro_batch(
 ) -> int:
     """Return the maximum tokens per micro-batch that fit; 0 if not even one sequence fits.
 
-    The search ends at the process's sequences per step, because larger micro-batches are not used.
+    The result is at most the tokens of the process's sequences in a step, because a micro-batch
+    cannot be larger.
     """
     sequence_tokens, update_sequences, step_sequences = _sequence_counts(job, longest)
     # Binary search: memory grows with the number of sequences.
@@ -196,8 +199,10 @@ def largest_micro_batch(
 def changes_of(
     job: AnyTraining, shape: ModelShape, usable: int, micro_batch: int, longest: int | None = None
 ) -> list[str]:
-    """Return one sentence for each change that makes the job fit, or a sentence for all changes
-    together if no single change suffices.
+    """Return one sentence for each change of the job that saves memory.
+
+    A sentence says whether the job fits with this change. If no single change is enough, one more
+    sentence is about all changes together.
     """
     sentences = []
     changed_job: AnyTraining = job
@@ -232,7 +237,7 @@ def changes_of(
 def _offload_changes(
     job: AnyTraining, shape: ModelShape, usable: int, longest: int | None
 ) -> list[str]:
-    """Return a sentence about CPU offload if the job supports it and then fits; otherwise []."""
+    """Return a sentence about CPU offload if the job supports it and fits with it, else []."""
     train = job.train
     if train.cpu_offload or train.tensor_parallel > 1 or train.optimizer != "adamw":
         return []
@@ -248,9 +253,11 @@ def _offload_changes(
 def _shared_tokens(
     job: AnyTraining, shape: ModelShape, usable: int, micro_batch: int, longest: int | None
 ) -> Mapping[str, _Change]:
-    """Return context parallelism as a change: the smallest group that fits, or the largest group.
+    """Return the key `train.context_parallel` as a change of the job, with its name.
 
-    {} if a micro-batch of one sequence fits without groups, or if the job does not support groups.
+    The value is the smallest group size with which the job fits, or else the largest possible size.
+    The result is {} if a micro-batch of one sequence fits without this change, or if the job does
+    not support such groups.
     """
     if micro_batch or job.train.tensor_parallel > 1 or job.student.compile:
         return {}
@@ -274,7 +281,10 @@ def _shared_tokens(
 def _count_enough_processes(
     job: AnyTraining, shape: ModelShape, usable: int, longest: int | None
 ) -> int | None:
-    """Return the fewest processes with which FSDP2 fits (doubled from the job's), or None."""
+    """Return a number of processes with which the job fits under FSDP2, or None.
+
+    The numbers that are tried are 2, 4, 8 ... times the number of the job.
+    """
     count = 2 * job.train.processes
     while count <= min(_MAX_PROCESSES, job.max_processes):
         tried_job = with_changes(job, {"train": {"processes": count, "sharding": "fsdp2"}})
@@ -301,7 +311,10 @@ def _is_change(job: AnyTraining, change: _Change) -> bool:
 
 
 def with_changes(job: AnyTraining, change: _Change) -> AnyTraining:
-    """Return a copy of the job with new values of keys, by table. The values are not validated."""
+    """Return a copy of the job with new values of keys. The values are not validated.
+
+    `change`: the new values by table and key.
+    """
     tables = {
         table: getattr(job, table).model_copy(update=dict(values))
         for table, values in change.items()
@@ -310,5 +323,5 @@ def with_changes(job: AnyTraining, change: _Change) -> AnyTraining:
 
 
 def gib(count: int) -> str:
-    """Format a number of bytes in GiB."""
+    """Return a number of bytes as text in GiB, with two decimals."""
     return f"{count / GIB:.2f}"

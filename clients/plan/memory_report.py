@@ -1,4 +1,4 @@
-"""The output of `distill plan`."""
+"""Formats the output of `distill plan`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PART_COLUMN = "GiB per GPU"  # title of the first column
 
 
 def plan_record(plan: MemoryPlan) -> dict[str, object]:
-    """Return the plan as a record for `--json`; sizes in bytes."""
+    """Return the memory plan as a record for the option `--json`, with sizes in bytes."""
     return {
         "fits": plan.fits,
         "bytes": plan.parts,
@@ -26,7 +26,7 @@ def plan_record(plan: MemoryPlan) -> dict[str, object]:
 
 
 def format_summary(plan: MemoryPlan) -> str:
-    """Return one line: the weights, the GPUs, and the micro-batches."""
+    """Return one line about the weights, the GPUs, and the micro-batches of the job."""
     load = plan.load
     trained = replace(load, tensor_parallel=1).trained
     sharding = "" if load.processes == 1 else ", FSDP2" if load.sharded else ", DDP"
@@ -43,8 +43,9 @@ def format_summary(plan: MemoryPlan) -> str:
 
 
 def format_engines(config: TrainingJob) -> str:
-    """Return a sentence on the division of GPUs between trainer and engines; "" without engine
-    GPUs.
+    """Return a sentence about the GPUs of the trainer and of the rollout engines.
+
+    Returns "" if the engines have no GPUs of their own.
     """
     rollouts = config.rollout_engine
     if rollouts is None or not rollouts.gpus:
@@ -60,7 +61,7 @@ def _format_count(weights: int) -> str:
 
 
 def part_rows(plan: MemoryPlan) -> list[dict[str, str]]:
-    """Return the rows of the table: one per part and a total, in GiB by stage."""
+    """Return the rows of the table: one per part, and a total. A row has the GiB of each stage."""
     stages = plan.parts.items()
     names = dict.fromkeys(name for parts in plan.parts.values() for name in parts)
     totals = {stage: gib(sum(parts.values())) for stage, parts in stages}
@@ -76,7 +77,10 @@ def part_rows(plan: MemoryPlan) -> list[dict[str, str]]:
 
 
 def conclusion_lines(plan: MemoryPlan, memory: float) -> list[str]:
-    """Return whether the job fits, and the changes that make it fit. `memory`: GiB per GPU."""
+    """Return lines that say whether the job fits, and which changes make it fit.
+
+    `memory`: GiB per GPU.
+    """
     verdict = "fits" if plan.fits else "does not fit"
     lines = [
         f"\nThe job {verdict}: {gib(plan.peak)} GiB of {gib(plan.usable)} GiB"
@@ -94,8 +98,9 @@ def conclusion_lines(plan: MemoryPlan, memory: float) -> list[str]:
 
 
 def step_record(time: StepTime, split: tuple[Split, StepTime] | None) -> dict[str, object]:
-    """Return the time of a step as a record for `--json`, in seconds; best_split: None without
-    GPUs to divide.
+    """Return the time of a step as a record for the option `--json`, in seconds.
+
+    The value of `best_split` is None if there are no GPUs to divide.
     """
     best = None if split is None else {**asdict(split[0]), "seconds": split[1].seconds}
     return {
@@ -108,7 +113,7 @@ def step_record(time: StepTime, split: tuple[Split, StepTime] | None) -> dict[st
 
 
 def step_lines(machine: str, time: StepTime, split: tuple[Split, StepTime] | None) -> list[str]:
-    """Return the predicted seconds of a step, its bottleneck, and the best split of the GPUs."""
+    """Return lines with the predicted seconds of a step, its bottleneck, and the best GPU split."""
     parts = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in time.parts.items())
     lines = [
         f"\nPredicted for {machine}, if every answer has the maximum length: {time.seconds:.3g} s"

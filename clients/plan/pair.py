@@ -1,4 +1,7 @@
-"""Checks the compatibility of a teacher and a student directory. Does not import torch."""
+"""Checks whether a teacher and a student are compatible, from their directories.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +37,17 @@ _BRACKETS = re.compile(r"[{}()\[\];<>_#]")
 
 @dataclass(frozen=True)
 class PairReport:
-    """The report of a pair.
+    """The report about a pair of a teacher and a student.
 
     - same: whether both have the same tokenizer; None if unknown.
-    - difference: the first difference between the tokenizers.
-    - roles: special tokens of student and teacher with the same role, if only special tokens
-      differ.
-    - missing: tokens with text and without a counterpart.
-    - shares: by kind of text, if the tokenizers must be aligned.
+    - difference: a sentence about the first difference between the tokenizers, or "".
+    - shares: statistics of the alignment by kind of text, if the tokenizers must be aligned.
     - refusals: reasons why the pair cannot be trained.
-    - loss: the objective of a job.
-    - lines: lines for the job file.
+    - loss: a description of the training objective.
+    - lines: lines that the job file needs.
+    - roles: pairs of special tokens (student, teacher) with the same role, if only special tokens
+      differ.
+    - missing: tokens that have text but no counterpart in the other tokenizer.
     """
 
     same: bool | None
@@ -58,10 +61,10 @@ class PairReport:
 
 
 def pair_report(teacher: Path, student: Path, texts: Iterable[str]) -> PairReport:
-    """Compare two Hugging Face directories, and align their tokens on texts if the tokenizers
-    differ.
+    """Compare the Hugging Face directories of a teacher and a student.
 
-    Raises InvalidInput if a required package is not installed.
+    If the tokenizers must be aligned, the report has statistics of their tokens on `texts`. Raises
+    InvalidInput if a required package is not installed.
     """
     teacher_tokens, student_tokens = tokens_in(teacher), tokens_in(student)
     if teacher_tokens is None or student_tokens is None:
@@ -130,8 +133,8 @@ def _read_roles(teacher: Path, student: Path) -> SpecialTokenMap | None:
 def texts_in(path: str, columns: Sequence[str], max_records: int) -> list[str]:
     """Return the texts of the first `max_records` records of a data set, one per record.
 
-    `columns`: columns to read; empty: all columns with a text or messages. Raises InvalidInput if
-    there is no text.
+    `columns`: the columns to read. If empty, all columns with a text or with messages are read.
+    Raises InvalidInput if there is no text.
     """
     records = islice(DataSet(path, field="--data").records(columns), max_records)
     texts = ["\n".join(_texts_of(record, columns)) for record in records]
@@ -209,7 +212,10 @@ def share_rows(report: PairReport) -> list[dict[str, object]]:
 
 
 def conclusion_lines(report: PairReport) -> list[str]:
-    """Return the objective of a job and its required keys, or why the pair is refused."""
+    """Return lines with the training objective and the keys that the job file needs.
+
+    If the pair cannot be trained, the lines give the reasons.
+    """
     if report.refusals:
         return [f"The pair cannot be trained: {reason}" for reason in report.refusals]
     lines = [f"\nloss: {report.loss}"]

@@ -1,14 +1,18 @@
 """The seconds of a step, computed from the sizes of the models and the figures of a machine.
 
 A step has four parts: the rollouts, the teacher's rows, the trainer (anchor, p_old, updates), and
-the push of new weights to the engines. A forward or backward pass takes the time of its matrix
-products plus the time of its memory traffic, or the time in which the host launches it, whichever
-is longer. A decoding step takes the longest of three times (matrix products; reads of weights and
-cache; launches by the host), plus the time to create its outputs (head ids, draws). A CPU overlaps
-none of these, so their seconds add up. The trainer's GPUs exchange data while they compute, so the
-trainer's part takes the longer of these two times. Answers have the maximum length that the job
-allows, so the seconds are an upper bound for a job whose answers end early.
-`benchmarks/models/step_time.py` compares the formulas with jobs on a CPU.
+the push of new weights to the engines.
+
+- The time of a forward or backward pass is the longer of two times: matrix products plus memory
+  traffic, or the launches by the host.
+- The time of a decoding step is the longest of three times (matrix products; reads of weights and
+  cache; launches by the host), plus the time to create its outputs (head ids, draws).
+- A CPU overlaps none of these times, so they add up.
+- The trainer's GPUs exchange data while they compute, so the trainer's part takes the longer of
+  these two times.
+
+Answers have the maximum length that the job allows, so the seconds are an upper bound for a job
+whose answers end early. `benchmarks/models/step_time.py` compares the formulas with jobs on a CPU.
 """
 
 from __future__ import annotations
@@ -50,11 +54,12 @@ _TEACHER_BATCH = 16384  # tokens of a batch: the default of `distill-teacher --m
 class StepTime:
     """The seconds of the parts of a step, and of the whole step.
 
-    - parts: "rollouts", "teacher", "trainer", "push"; only those that the job has.
+    - parts: seconds of "rollouts", "teacher", "trainer" and "push", without parts that the job does
+      not have.
     - lag: the key `rollouts.lag`.
     - batches: number of batches in which the rows of a step arrive from the teacher.
-    - without_teacher: whether the job has a teacher whose size is not known, so that its seconds
-      are not in `parts`.
+    - without_teacher: whether `parts` lack the seconds of the job's teacher, because the size of
+      its model is not known.
     """
 
     parts: Mapping[str, float]
@@ -66,9 +71,10 @@ class StepTime:
     def seconds(self) -> float:
         """Seconds of a step.
 
-        The trainer learns from the first rows while the teacher scores the next, so the wait for
-        the first batch of rows follows the rollouts. With a lag of 1, this wait is hidden behind
-        the trainer; with a lag of 2, the wait is hidden behind the next rollouts, too.
+        The trainer learns from the first rows while the teacher scores the next rows. Therefore the
+        trainer only waits for the first batch of rows after the rollouts. With a lag of 1, this
+        wait overlaps with the trainer. With a lag of 2, the wait also overlaps with the next
+        rollouts.
         """
         rollouts, teacher = self.parts.get("rollouts", 0.0), self.parts.get("teacher", 0.0)
         wait, trainer = teacher / self.batches, self.parts["trainer"]
@@ -79,13 +85,13 @@ class StepTime:
 
     @property
     def bottleneck(self) -> str:
-        """The part with the most seconds."""
+        """The name of the part with the most seconds."""
         return max(self.parts, key=self.parts.__getitem__)
 
 
 @dataclass(frozen=True)
 class Split:
-    """GPUs of the trainer, of the rollout engines and of the teacher."""
+    """The number of GPUs of the trainer, of the rollout engines and of the teacher."""
 
     trainer: int
     engines: int
@@ -93,7 +99,10 @@ class Split:
 
 
 def step_time(job: AnyTraining, shape: ModelShape, load: Load, machine: MachineFigures) -> StepTime:
-    """Return the seconds of a step of the job. `load`: of `load_of`. Loads no weights."""
+    """Return the seconds of a step of the job. Loads no weights.
+
+    `shape`: the sizes of the student. `load`: the result of `load_of`.
+    """
     step_tokens = job.sequences_per_step * load.line
     rows = job.sequences_per_step * (job.method.max_new_tokens if job.samples else load.line)
     parts = {"trainer": _trainer_seconds(job, load, machine, step_tokens, rows)}
@@ -148,7 +157,10 @@ def _teacher_shape(job: AnyTraining) -> ModelShape | None:
 def _trainer_seconds(
     job: AnyTraining, load: Load, machine: MachineFigures, tokens: int, rows: int
 ) -> float:
-    """Return the seconds of anchor rows, p_old and all updates of a step."""
+    """Return the seconds of anchor rows, p_old and all updates of a step.
+
+    `tokens`, `rows`: numbers in a step, over all processes.
+    """
     updates = getattr(job.method, "total_updates", 1)
     epochs = getattr(job.method, "epochs_per_step", 1)
     share = load.tensor_parallel / load.processes
@@ -183,9 +195,10 @@ def _product_seconds(
     attention: float,
     bf16: bool,
 ) -> float:
-    """Return the seconds of the products of the layers; linear, attention: forward passes of each.
+    """Return the seconds of the matrix products of the layers.
 
-    Causal attention computes half of the scores of a sequence of `line` tokens.
+    `linear`, `attention`: number of products of linear modules and of attention, in units of one
+    forward pass. Causal attention computes half of the scores of a sequence of `line` tokens.
     """
     linear_flops = 2 * shape.linear_weights * linear / machine.products(bf16=bf16)
     attention_flops = 2 * shape.queries * line * attention / machine.attention(bf16=bf16)
@@ -193,13 +206,17 @@ def _product_seconds(
 
 
 def _layer_bytes(shape: ModelShape, itemsize: int) -> tuple[int, int]:
-    """Return the bytes per token of the elementwise operations of a layer, forward and backward.
+    """Return the bytes per token that a layer's elementwise operations read and write.
 
-    The operators of transformers read and write one tensor after the other. Both norms, and those
-    of queries and keys, in float32: forward square 8, mean 4, scale 8, weight 8, casts of bfloat16
-    12; backward weight 24, scale 28, square 16, sum 8. Residual: two sums, and two of gradients, of
-    12. Rotation of queries and keys: forward 10 numbers, backward 12. Copies of the output of
-    attention: 2 numbers. SwiGLU: forward silu 2 and product 3, backward product 6 and silu 3.
+    The first number is for the forward pass, the second for the backward pass. The operators of
+    transformers read and write one tensor after the other. The terms are:
+
+    - norms (both, and those of queries and keys) in float32: forward square 8, mean 4, scale 8,
+      weight 8, casts of bfloat16 12; backward weight 24, scale 28, square 16, sum 8
+    - residual: two sums, and two sums of gradients, of 12 each
+    - rotation of queries and keys: forward 10 numbers, backward 12
+    - copies of the output of attention: 2 numbers
+    - SwiGLU: forward silu 2 and product 3, backward product 6 and silu 3
     """
     rotated = shape.queries + shape.keys
     normed = 2 * shape.hidden + rotated * shape.query_norm
@@ -216,7 +233,10 @@ def _layer_bytes(shape: ModelShape, itemsize: int) -> tuple[int, int]:
 def forward_seconds(
     shape: ModelShape, machine: MachineFigures, tokens: float, line: int, rows: float, *, bf16: bool
 ) -> float:
-    """Return the seconds of a forward pass without gradient, and of its rows."""
+    """Return the seconds of a forward pass without gradient over `tokens` tokens.
+
+    The seconds include the logits of `rows` rows. `line`: tokens of a sequence.
+    """
     forward, _ = _layer_bytes(shape, BFLOAT16 if bf16 else FLOAT32)
     traffic = tokens * shape.layers * forward + 3 * FLOAT32 * rows * shape.vocabulary
     head = 2 * rows * shape.table_weights / machine.products(bf16=bf16)
@@ -234,8 +254,8 @@ def update_seconds(
 ) -> float:
     """Return the seconds of the updates of one process: forward, backward, clipping, AdamW.
 
-    Recomputed layers run forward twice; "selective" repeats only what is not a matrix product.
-    Adapters save the gradients of the frozen weights.
+    Layers that are recomputed run forward twice. With "selective", the second forward pass has no
+    matrix products. With adapters, no gradients of the frozen weights are computed.
     """
     shape = load.part
     selective = load.checkpointing == "selective"
@@ -264,16 +284,17 @@ def update_seconds(
 
 @dataclass(frozen=True)
 class SamplingLoad:
-    """What one engine samples in a step.
+    """The answers that one engine samples in a step.
 
-    - shape: sizes of the student.
+    - shape: the sizes of the student.
     - answers: number of answers.
-    - line: tokens of an answer with its prompt, of which the last `new_tokens` are sampled.
+    - line: tokens of an answer with its prompt.
+    - new_tokens: number of the last of these tokens, which are sampled.
     - itemsize: bytes of a number.
-    - draws: ids per token from the tail.
-    - batch: answers in progress at a time.
-    - group: GPUs of the engine.
-    - vllm: whether vLLM samples, with CUDA graphs and a paged cache, or transformers.
+    - draws: ids per token that are drawn from the tail.
+    - batch: number of answers in progress at a time.
+    - group: number of GPUs of the engine.
+    - vllm: whether vLLM samples, with CUDA graphs and a paged cache; otherwise transformers.
     """
 
     shape: ModelShape
@@ -288,26 +309,29 @@ class SamplingLoad:
 
     @property
     def rounds(self) -> int:
-        """Number of batches, one after the other."""
+        """Number of batches, which are sampled one after the other."""
         return math.ceil(self.answers / self.batch)
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the keys and values of an answer at its end."""
+        """Bytes of the keys and values of one complete answer."""
         return 2 * self.itemsize * self.shape.keys * self.shape.layers * self.line
 
     def count_at_once(self, machine: MachineFigures, group: int) -> int:
-        """Return the answers of which vLLM holds the keys and values at a time, in `group` GPUs."""
+        """Return the number of answers that vLLM can have in progress at a time.
+
+        Their keys and values must fit in the memory of `group` GPUs.
+        """
         free = group * USABLE * machine.size * GIB - self.itemsize * self.shape.weights
         return min(_VLLM_SEQUENCES, max(1, int(free // self.cache_bytes)))
 
 
 def sampling_seconds(sampling: SamplingLoad, machine: MachineFigures) -> float:
-    """Return the seconds in which an engine samples all answers.
+    """Return the seconds that an engine needs to sample all answers.
 
     Each decoding step reads all weights, and the keys and values of the answers in progress.
-    transformers copies these keys and values in each step; the operating system of a CPU clears the
-    pages of the copy.
+    transformers also copies these keys and values in each step. On a CPU, the operating system
+    clears the pages of the copy.
     """
     shape, itemsize, group = sampling.shape, sampling.itemsize, sampling.group
     at_once = sampling.answers / sampling.rounds
@@ -333,7 +357,8 @@ def best_split(
 ) -> tuple[Split, StepTime] | None:
     """Return the split of the job's GPUs with the fastest step that fits, and its time.
 
-    None if the job has neither engines nor a teacher of its own on other GPUs, or if no split fits.
+    Returns None if no split fits, or if there is nothing to split: the job has neither engines nor
+    a started teacher with GPUs of their own. `longest`: see `MemoryPlan`.
     """
     teacher = 0 if job.started_teacher is None else job.started_teacher.gpus_of_model
     total = job.processes + job.engine_gpus + teacher
