@@ -1,1 +1,1 @@
-"""Alignment by bytes of two tokenizers' tokens for one text. Needs numpy, not torch."""
+"""Aligns the tokens of two tokenizers for the same text by their bytes. Needs numpy, not torch."""

@@ -1,13 +1,14 @@
 """Aligns the tokens of an answer with another tokenizer's tokens for the same text.
 
-The writer is the tokenizer of the answer's tokens; the reader is the other tokenizer. On-policy,
-the student is the writer and the teacher the reader. For a store, the teacher is the writer.
+The writer is the tokenizer of the answer's tokens. The reader is the other tokenizer. In on-policy
+distillation, the student is the writer and the teacher the reader. For a store, the teacher is the
+writer and the student the reader.
 
 A chunk is a shortest run of the writer's tokens that has the same bytes as a run of the reader's
-tokens: a chunk ends where both tokenizers have a token boundary. With equal tokenizers, each token
-is a chunk.
+tokens. A chunk therefore ends where both tokenizers have a token boundary. With equal tokenizers,
+each token is a chunk.
 
-A word is a run of chunks from one beginning of white space to the next. Tokens of common tokenizers
+A word is a run of chunks. A new word begins where white space begins. Tokens of common tokenizers
 do not cross words, so the text after a word does not change the tokens of the word. If a token does
 cross words, or if there is no white space, the word is longer.
 """
@@ -32,19 +33,22 @@ _SPACES = np.frombuffer(b" \t\n\r", np.uint8)
 class Alignment:
     """The alignment of an answer of n writer tokens with the T reader tokens of its text.
 
-    - reader_ids [T] int32: the reader's encoding, with its end token if the answer has ended.
-    - chunk, word [n], reader_chunk, reader_word [T] int64: the index of each token's chunk or word,
-      ascending. The module docstring defines chunks and words. An end token is a chunk and a word,
-      and so is each token that the reader does not read.
-    - canonical [n] bool: the writer's encoding of the whole text has this token at this position.
-    - read [n] bool: tokens of the text that the reader reads, and the end token; they are the first
-      tokens of the answer.
-    - settled [n], reader_settled [T] bool: tokens that stay the same if the text continues; of a
-      text that has ended, all tokens.
-    - one_to_one [n], reader_one_to_one [T] bool: tokens with the bytes of one token of the other
-      tokenizer.
+    - reader_ids [T] int32: the reader's tokens of the text, with its end token if the answer has
+      ended.
+    - chunk [n], reader_chunk [T] int64: the index of each token's chunk, ascending.
+    - word [n], reader_word [T] int64: the index of each token's word, ascending.
+    - canonical [n] bool: whether the writer's encoding of the whole text has this token here.
+    - read [n] bool: whether the token is in the text that the reader reads, or is the end token.
+      These tokens are the first tokens of the answer.
+    - settled [n], reader_settled [T] bool: whether the token stays the same if the text continues.
+      True for all tokens if the text has ended.
+    - one_to_one [n], reader_one_to_one [T] bool: whether one token of the other tokenizer has the
+      same bytes.
     - data: the bytes of the text.
-    - stopped: a special token follows the read tokens; this token ends the text but not the answer.
+    - stopped: whether a special token follows the read tokens. It ends the text but not the answer.
+
+    The module docstring defines chunks and words. An end token is a chunk and a word of its own.
+    Tokens that are not read share the chunk index after the last chunk of the text.
     """
 
     reader_ids: NDArray[np.int32]
@@ -74,10 +78,12 @@ class Aligner:
     def align(self, ids: NDArray[np.int32], *, has_end: bool) -> Alignment | None:
         """Return the alignment of an answer, or None if no text of the answer can be aligned.
 
-        `ids` [n]: the tokens of the answer. `has_end`: the last token is the writer's end token.
-        The text stops before a special token, and before an incomplete character at the end of an
-        answer without an end token. The result is None if the remaining text is empty, or if the
-        reader's normalization (NFC) changes the text.
+        `ids` [n]: the tokens of the answer. `has_end`: whether the last token is the writer's end
+        token.
+
+        The text ends before the first special token. In an answer without an end token, the text
+        also ends before an incomplete character. The result is None if the remaining text is empty,
+        or if the reader's normalization (NFC) changes the text.
         """
         text_length = len(ids) - has_end
         special = np.flatnonzero(self.writer.lengths[ids[:text_length]] == 0)
@@ -130,7 +136,10 @@ class Aligner:
     def _find_canonical(
         self, ids: NDArray[np.int32], ends: NDArray[np.int64], text: str
     ) -> NDArray[np.bool_]:
-        """Return the tokens that equal the writer's encoding of the complete text."""
+        """Return for each token [n] whether the writer's encoding of the whole text has it there.
+
+        `ends`: the byte position at which each token ends.
+        """
         canonical = self.writer.encode(text)
         if not len(canonical):
             return np.zeros(len(ids), np.bool_)
@@ -144,10 +153,13 @@ class Aligner:
 
 @dataclass(frozen=True)
 class Shares:
-    """Statistics of texts: the number of the student's tokens, and shares.
+    """Statistics of the alignment of texts.
 
-    one_to_one: share of tokens that equal one token of the teacher. left_out: share of texts that
-    cannot be aligned, because the teacher's normalization changes them.
+    - texts: number of texts.
+    - tokens: number of the student's tokens.
+    - one_to_one: share of these tokens that have the bytes of one token of the teacher.
+    - left_out: share of texts that cannot be aligned, because the teacher's normalization changes
+      them.
     """
 
     texts: int
@@ -157,7 +169,7 @@ class Shares:
 
 
 def measure_shares(aligner: Aligner, texts: Iterable[str]) -> Shares:
-    """Encode texts with the student's tokenizer and align them with the teacher's."""
+    """Return statistics of the alignment of texts. The aligner's writer is the student."""
     count = tokens = single = left_out = 0
     for text in texts:
         ids = aligner.writer.encode(text)
@@ -172,13 +184,13 @@ def measure_shares(aligner: Aligner, texts: Iterable[str]) -> Shares:
 
 
 def _word_starts(data: bytes) -> NDArray[np.int64]:
-    """Return the byte positions at which white space begins."""
+    """Return the byte positions at which white space begins, and so a word."""
     space = np.isin(np.frombuffer(data, np.uint8), _SPACES)
     return np.flatnonzero(space[1:] & ~space[:-1]) + 1
 
 
 def _decode_answer(data: bytes, *, is_complete: bool) -> str:
-    """Return the text, with invalid UTF-8 bytes encoded by "surrogateescape".
+    """Return the text of the bytes of an answer. Invalid UTF-8 bytes are kept as "surrogateescape".
 
     `is_complete`: no bytes follow. Otherwise an incomplete character at the end is removed.
     """

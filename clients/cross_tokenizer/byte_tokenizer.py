@@ -1,4 +1,4 @@
-"""A tokenizer on bytes: encodes the text of an answer, and returns the bytes of token ids.
+"""A tokenizer that encodes the text of an answer, and gives the bytes of each token.
 
 The bytes of a token are read from tokenizer.json. `decode()` is not sufficient: a token may contain
 only a part of a character, which `decode()` returns as U+FFFD.
@@ -43,16 +43,17 @@ _CONTEXT_FREE_DECODERS = {
 class ByteTokenizer:
     """Encodes the text of an answer, and returns the bytes of token ids.
 
-    An answer follows a prompt. The tokenizer therefore adds no special tokens and no leading space,
-    and encodes the name of a special token as ordinary text. `lengths` [V] int64: bytes of each
-    token; 0 for special tokens and unused ids.
+    An answer follows a prompt. Therefore the tokenizer adds no special tokens and no leading space,
+    and encodes the name of a special token as ordinary text.
+
+    - lengths [V] int64: number of bytes of each token; 0 for special tokens and unused ids.
     """
 
     def __init__(self, document: Mapping[str, Any], label: str, field: str) -> None:
-        """`document`: the content of a tokenizer.json.
+        """Load the tokenizer from `document`, the content of a tokenizer.json.
 
         `label` and `field`, such as "teacher" and "teacher.tokenizer", are used in the error.
-        Raises InvalidInput if tokens of this kind of tokenizer have no bytes.
+        Raises InvalidInput if the document does not define the bytes of the tokens.
         """
         self._tokenizer = _load_backend(document)
         try:
@@ -102,7 +103,7 @@ class ByteTokenizer:
 def tokenizer_in(directory: Path, label: str, field: str) -> ByteTokenizer:
     """Return the tokenizer of a Hugging Face directory.
 
-    Raises InvalidInput, naming `field`, if its tokenizer.json cannot be used.
+    Raises InvalidInput, naming `field`, if the tokenizer.json of the directory cannot be used.
     """
     try:
         document = read_document(directory / "tokenizer.json")
@@ -127,7 +128,7 @@ def _load_backend(document: Mapping[str, Any]) -> Tokenizer:
 
 
 def _bytes_of_tokens(document: Mapping[str, Any]) -> list[bytes]:
-    """Return the bytes of each token by id. Raises ValueError if the kind is unknown."""
+    """Return the bytes of each token by id. Raises ValueError if the tokenizer is not supported."""
     model, decoder_types = document["model"], set(_decoder_types(document.get("decoder")))
     if not decoder_types or not decoder_types <= _CONTEXT_FREE_DECODERS:
         unsupported = ", ".join(sorted(decoder_types - _CONTEXT_FREE_DECODERS))
@@ -184,7 +185,7 @@ def _from_text(token: str, marked: bool) -> bytes:
 
 
 def _byte_level() -> dict[int, str]:
-    """Return the character of each byte in byte-level BPE (GPT-2); printable bytes are kept."""
+    """Return the character for each byte in byte-level BPE (GPT-2). Printable bytes are kept."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     nonprintable = [byte for byte in range(256) if byte not in set(printable)]
     return {byte: chr(byte) for byte in printable} | {

@@ -25,10 +25,11 @@ FIELD = "teacher.roles"
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The tokens of a tokenizer by id ("" for an unused id), and the roles of its added tokens.
+    """The tokens of a tokenizer, and the roles of its added tokens.
 
-    - special: ids without text.
-    - text: added ids with text, such as <think> of Qwen3.
+    - tokens: the token of each id; "" for an unused id.
+    - special: ids of special tokens, which have no text.
+    - text: ids of other added tokens, which have text, such as <think> of Qwen3.
     - ends: the id that ends an answer, and the end-of-sequence id; -1 means none.
     """
 
@@ -39,7 +40,7 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, tokenizer: Any) -> SpecialTokens:
-        """Return the roles of a tokenizer of transformers."""
+        """Return the tokens and roles of a tokenizer that transformers has loaded."""
         added_tokens = tokenizer.added_tokens_decoder
         special = frozenset(number for number, token in added_tokens.items() if token.special)
         ends = answer_end(tokenizer), tokenizer.eos_token_id
@@ -53,9 +54,9 @@ class SpecialTokens:
 
     @classmethod
     def in_directory(cls, model: Path) -> SpecialTokens | None:
-        """Return the roles of a Hugging Face directory, with eos_token as the end of answers.
+        """Return the tokens and roles of the tokenizer in a Hugging Face directory.
 
-        None if the files cannot be interpreted.
+        The end of an answer is `eos_token`. Returns None if the files cannot be interpreted.
         """
         tokens = tokens_in(model)
         try:
@@ -72,23 +73,23 @@ class SpecialTokens:
         return cls(tokens, special, text, (number, number))
 
     def is_ordinary(self, number: int) -> bool:
-        """Return whether the id has a token that is not an added token."""
+        """Return whether an id has a token, and the token is not an added token."""
         is_added = number in self.special or number in self.text
         return bool(self.token(number)) and not is_added
 
     def token(self, number: int) -> str:
-        """Return the token of an id, or ""."""
+        """Return the token of an id; "" if the id has none."""
         return self.tokens[number] if number < len(self.tokens) else ""
 
 
 @dataclass(frozen=True)
 class SpecialTokenMap:
-    """The teacher's id of each id of the student.
+    """The map from the ids of a student to the ids of its teacher.
 
-    - ids [n] int32: a permutation of 0 to n - 1.
-    - pairs: tokens of student and teacher with the same role.
-    - missing: tokens with text and without a counterpart; the other tokenizer encodes this text
-      with ordinary tokens.
+    - ids [n] int32: the teacher's id for each id of the student, a permutation of 0 to n - 1.
+    - pairs: (student token, teacher token) with the same role and different names.
+    - missing: tokens of either tokenizer that have text but no counterpart. The other tokenizer
+      encodes this text with ordinary tokens.
     """
 
     ids: NDArray[np.int32]
@@ -101,10 +102,12 @@ def map_special_tokens(
 ) -> SpecialTokenMap | None:
     """Pair the added tokens of two tokenizers; None if their ordinary tokens differ.
 
-    `explicit_pairs`: tokens of the teacher by the student's token. Other tokens are paired if both
-    end an answer, both end a sequence, or both have the same text. The remaining tokens, which do
-    not occur in answers, are paired such that the fewest ids change. Raises InvalidInput, naming
-    `teacher.roles`, if a token of `explicit_pairs` does not exist or occurs twice.
+    `explicit_pairs`: the teacher's token for a token of the student. Other tokens are paired if
+    both end an answer, both end a sequence, or both have the same text. The remaining tokens, which
+    do not occur in answers, are paired such that the fewest ids change.
+
+    Raises InvalidInput, naming `teacher.roles`, if a token of `explicit_pairs` does not exist or
+    occurs twice.
     """
     count = max(len(student.tokens), len(teacher.tokens))
     added_ids: list[int] = []
@@ -139,7 +142,10 @@ def _pair_roles(
     added_ids: Sequence[int],
     explicit_pairs: Mapping[str, str],
 ) -> dict[int, int]:
-    """Return the teacher's ids of the student's ids that have a role."""
+    """Return the teacher's id for each added id of the student that has a counterpart.
+
+    `added_ids`: ids that are not ordinary tokens. `explicit_pairs`: see `map_special_tokens`.
+    """
     student_ids = {student.token(number): number for number in added_ids if student.token(number)}
     teacher_ids = {teacher.token(number): number for number in added_ids if teacher.token(number)}
     teacher_by_student: dict[int, int] = {}
@@ -179,7 +185,10 @@ def _pair_roles(
 
 
 def _pair_remaining(teacher_by_student: dict[int, int], added_ids: Sequence[int]) -> None:
-    """Pair the ids without a role: an unused id with itself, the others in ascending order."""
+    """Add the pairs of ids that have no counterpart yet to `teacher_by_student`.
+
+    An id that is free on both sides is paired with itself, the others in ascending order.
+    """
     used_ids = set(teacher_by_student.values())
     teacher_by_student |= {
         token_id: token_id
