@@ -56,7 +56,7 @@ class Scores:
 
 
 def conclusion(text: str) -> str:
-    """Return the final answer of a text: the text from the last '####' to the end of the line.
+    """Return the final answer of a text: the text after the last '####', up to the end of its line.
 
     '####' marks the final answer in GSM8K. If the text has no such mark, the whole text is
     returned. Commas are kept; `final_answer` removes them.
