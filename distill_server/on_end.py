@@ -57,7 +57,10 @@ class EndCommand:
             log.warning("--on-end: not run for job %s, %d others wait", job.id, _MAX_WAITING)
 
     def _close(self) -> None:
-        """At the server's end, kill the running command and log the jobs without a command."""
+        """Kill the running command, and log the jobs for which no command was run.
+
+        Called at the end of the server process.
+        """
         with contextlib.suppress(queue.Empty):
             while True:
                 log.warning("--on-end: not run for job %s", self._ended_jobs.get_nowait().id)

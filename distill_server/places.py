@@ -48,7 +48,7 @@ class Places:
         }
 
     def describe(self, job: Job) -> Mapping[str, Any]:
-        """Return the keys of a QUEUED job's wait; an empty mapping for a job in another state.
+        """Return a mapping that describes the wait of a QUEUED job; empty in any other state.
 
         - place: the place in the queue, from 1.
         - why: the reason why the job waits.

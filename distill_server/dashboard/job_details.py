@@ -79,8 +79,8 @@ def attempts_of(store: JobStore, job: Job) -> list[dict[str, Any]]:
     - reason: reason of the end.
     - step: the newest step.
 
-    The events of an attempt are found by three bisections: about 60 reads in a job with a million
-    events.
+    Three bisections over the job's events find the events of one attempt. They make about 60 reads
+    in a job with a million events.
     """
     oldest_attempt = max(1, job.attempt - _MAX_ATTEMPTS + 1)
     return [_build_record(store, job, number) for number in range(oldest_attempt, job.attempt + 1)]
@@ -93,8 +93,8 @@ def _build_record(store: JobStore, job: Job, number: int) -> dict[str, Any]:
     def find_first_seq(condition: Callable[[JobEvent], bool]) -> int:
         """Return the first `seq` for which `condition` is true, or else the last `seq` + 1.
 
-        Bisection is valid because neither the attempt number nor the state within an attempt ever
-        goes back.
+        Bisection is valid because the attempt number, and the state within an attempt, only
+        advance.
         """
         seqs = range(1, job.last_seq + 1)
         return 1 + bisect.bisect_left(seqs, True, key=lambda seq: condition(read_event(seq)))

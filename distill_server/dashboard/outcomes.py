@@ -132,9 +132,9 @@ class Outcomes:
 
 
 def _join(metric: str, earlier: Result | None, later: Result) -> Result:
-    """Return the newest value of `later`, and the best value of `earlier` and `later`.
+    """Return the result with the newest value of `later` and the better of the two best values.
 
-    Both are results of the same job and metric.
+    `earlier` and `later` are results of the same job and metric. `later` has the newer evaluations.
     """
     if earlier is None:
         return later

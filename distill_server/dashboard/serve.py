@@ -30,10 +30,11 @@ from protos.rpc.server import ServerEndpoint
 class Dashboard:
     """The settings of the dashboard. It uses the address, tokens and TLS of the gRPC port.
 
-    `port` 0 picks a free port. `external_url` is the URL of a proxy in front of the dashboard, if
-    any. `on_ready` is called with the URL for users once the server listens. `limits` are the
-    maximum number of connections and the timeouts of the dashboard's HTTP server. Each browser may
-    open six connections.
+    - port: 0 picks a free port.
+    - external_url: URL of a proxy in front of the dashboard; "" if there is none.
+    - on_ready: called with the URL for users once the server listens.
+    - limits: maximum number of connections and timeouts of the dashboard's HTTP server. Each
+      browser may open six connections.
     """
 
     port: int = 0

@@ -256,7 +256,7 @@ class JobControl:
     async def _check_jobs(self, configs: Sequence[AnyJob], owner: str) -> list[DistillError | None]:
         """Check jobs. Return for each job the error because of which it must wait, or None.
 
-        The error is that of the job's teacher. A job with None can start.
+        The error says why the job's teacher cannot be used yet. A job with None can start.
         """
         if len(configs) > MAX_SUBMITTED_JOBS:
             raise InvalidInput(

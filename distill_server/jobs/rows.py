@@ -24,8 +24,8 @@ class Attempt:
     - retries: number of automatic retries since the last submit or resume by a user.
     - from_step: step of the checkpoint to start from; None means the newest checkpoint.
     - seen_step: newest step with metrics in the job's events; -1 means no step.
-    - waiting_since: Unix time since which the job has made no new step although its attempts ended
-      without a fault of the job (for example, a teacher was unreachable); 0 otherwise.
+    - waiting_since: Unix time when an attempt first ended for a reason outside the job (for
+      example, an unreachable teacher), with no new step since then; 0 otherwise.
     - waits_for: key of an unreachable service, such as `teacher.address`; the attempt starts when
       the service answers.
     """
@@ -65,11 +65,14 @@ class Change:
 class NewJob:
     """A job to add.
 
-    `submitted_config` is the configuration as the client sent it; it refers to other jobs by the
-    names in the job file. In `config`, the server has replaced these names by job ids. An empty
-    `key` means no idempotency key. `dependencies` are the ids of the jobs that must succeed before
-    this job starts. `owner` is the owner of the token that submitted the job. `waits_for` is the
-    key of a teacher that is unreachable or still loads its model; "" if the job need not wait.
+    - config: the configuration, in which other jobs are named by their ids.
+    - submitted_config: the configuration from the client, in which other jobs are named as in the
+      job file.
+    - key: the idempotency key; "" means no key.
+    - dependencies: ids of the jobs that must succeed before this job starts.
+    - owner: owner of the token that submitted the job.
+    - waits_for: key of a teacher that is unreachable or still loads its model; "" if the job need
+      not wait.
     """
 
     id: str

@@ -128,7 +128,7 @@ class JobStore:
     def find(self, text: str) -> Job:
         """Return the job with the id `text`, or else the newest job with the name `text`.
 
-        If there is no such job, the result is that of `resolve`, which raises NotFound or
+        If there is no such job, returns the result of `resolve`, which raises NotFound or
         InvalidInput.
         """
         row = self._db.execute(

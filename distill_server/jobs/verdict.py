@@ -75,8 +75,9 @@ def verdict_of(
     outcome: Exited | Lost | CancelledInCluster,
     stop: str = "",
 ) -> JobEnded | DeadAttempt:
-    """Judge an ended attempt of a job in `state` by the trainer's last status and its exit.
+    """Return how a job in `state` continues after an attempt has ended.
 
+    The decision depends on `state`, on the trainer's last status and on the outcome of the attempt.
     `step` and `stop` (the request in control.json) change only the text of the reason.
     """
     is_blameless_loss = isinstance(outcome, Lost) and outcome.blameless

@@ -1,9 +1,10 @@
 """Quotas: limits for an owner's running jobs and their GPUs.
 
 A job above the quota of its owner waits. Later jobs of the same owner also wait, so that small jobs
-cannot delay a large job forever. Jobs of other owners are not blocked. A job that alone needs more
-GPUs than the quota is refused; if the quota was lowered afterwards, the job waits and does not
-block other jobs.
+cannot delay a large job forever. Jobs of other owners are not blocked.
+
+A job is refused if it alone needs more GPUs than the quota. If the quota was lowered after the
+submission of such a job, the job waits and does not block other jobs.
 """
 
 from __future__ import annotations

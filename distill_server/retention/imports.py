@@ -2,7 +2,8 @@
 
 The directories come from `distill run`, or from a server with a lost database. The import copies a
 directory, and then adds its job in one transaction. Until then, the table `removals` lists the
-copy, so that the next server or import deletes the copy of a killed import, and no other directory.
+copy. If the import is killed, the next server or import deletes the listed copy, but no other
+directory.
 """
 
 from __future__ import annotations

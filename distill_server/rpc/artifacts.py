@@ -22,8 +22,10 @@ from protos.rpc.transport import MAX_CHUNK_BYTES
 class Piece:
     """A chunk of one file, at most MAX_CHUNK_BYTES.
 
-    `path` is relative to the downloaded directory, `offset` counts bytes. In the last piece of a
-    file (`last`), `sha256` is the digest of the complete file; in other pieces it is "".
+    - path: path of the file, relative to the downloaded directory.
+    - offset: offset of the chunk in the file, in bytes.
+    - last: True for the last piece of the file.
+    - sha256: digest of the complete file in the last piece; "" in other pieces.
     """
 
     path: str
@@ -42,11 +44,13 @@ async def read_pieces(
 ) -> AsyncIterator[Piece]:
     """Yield the pieces of all files under `root`, sorted by name within each directory.
 
-    `entry_names`, if not empty, selects entries directly under `root`. All reads are made with
-    `files`. `begin` is (path, offset): start with this file at this byte. The last piece of this
-    file is sent even if the offset is the end of the file. Raises WrongState if there is a symbolic
-    link, NotFound if a file vanishes, Corrupt if a file changes while it is read, Unavailable if
-    the directory does not answer.
+    - entry_names: if not empty, only these entries directly under `root` are read.
+    - files: makes all reads.
+    - begin: (path, offset); start with this file at this byte. The last piece of this file is sent
+      even if the offset is the end of the file.
+
+    Raises WrongState if there is a symbolic link, NotFound if a file vanishes, Corrupt if a file
+    changes while it is read, Unavailable if the directory does not answer.
     """
     files = files or RunFiles()
     try:

@@ -16,7 +16,7 @@ _CovariantAnswer = TypeVar("_CovariantAnswer", covariant=True)
 
 
 class Jobs(Protocol[_CovariantAnswer]):
-    """The interface through which a Cluster calls its cluster. The calls may block.
+    """The interface of a Cluster to its cluster. The calls may block.
 
     The calls raise Unavailable if the cluster does not answer, and another DistillError if the
     cluster refuses the call.

@@ -31,7 +31,7 @@ _TROUBLE_SECONDS = 5.0
 class TeacherReady:
     """The job can start.
 
-    `key` and `address` are those of its teacher; "" if the server does not run the job's teacher.
+    `key` and `address` identify its teacher; "" if the server does not run the job's teacher.
     """
 
     key: str = ""

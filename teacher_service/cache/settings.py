@@ -22,8 +22,9 @@ log = logging.getLogger(__name__)
 class CacheSettings:
     """The cache options of `distill-teacher`.
 
-    `directory` holds the stores of the disk tier. With `redis_url` None, the environment variable
-    DISTILL_REDIS_URL applies if it is set. `zstd` compresses rows on disk and in Redis.
+    - directory: the disk tier has its stores there.
+    - redis_url: None means the environment variable DISTILL_REDIS_URL, if it is set.
+    - zstd: True compresses rows on disk and in Redis.
     """
 
     directory: Path

@@ -102,7 +102,7 @@ class SequenceReader:
             yield from chunk.records()
 
     def located_records(self) -> Iterator[LocatedRecord]:
-        """Yield the records of the data set, not yet encoded, with their places for messages."""
+        """Yield the records of the data set before encoding, with their places for messages."""
         yield from self._source.rows(self._encoder.columns)
 
     def _pack_documents(self) -> Iterator[CaptureSequence]:

@@ -25,7 +25,7 @@ OnScored = Callable[[int], None]
 
 @dataclass(frozen=True)
 class QuerySettings:
-    """The settings of the query for every sequence, and of the encoding of its rows."""
+    """The settings that all queries of a capture share, and the format of the stored rows."""
 
     top_k: int
     temperature: float
@@ -109,7 +109,7 @@ class RowSource(Protocol):
 
 
 class EngineSource:
-    """A row source that scores with an engine in this process."""
+    """A row source that scores with an engine in this process; see RowSource."""
 
     def __init__(
         self,

@@ -90,7 +90,7 @@ class RecordEncoder:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns to read; an empty tuple means all columns, because a context may use any."""
+        """The columns to read. An empty tuple means all columns, because a context may use any."""
         if self._context is not None:
             return ()
         match self._data.form:

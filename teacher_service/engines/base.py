@@ -92,11 +92,11 @@ class TensorSpec:
 class WeightUpdate:
     """A validated update of all parameters of a model.
 
-    `tensors` maps each parameter name to its spec and its little-endian bytes, uint8 [n]. Every
-    value is finite in the dtype that the engine serves. With `tau` None the tensors replace the
-    weights. Otherwise the update is an EMA: phi <- tau phi + (1 - tau) theta, where phi is the
-    served parameter and theta the pushed tensor. `digest` is the xxh3-128
-    hex digest of the names, specs and bytes.
+    - tensors: maps each parameter name to its spec and its little-endian bytes, uint8 [n]. Every
+      value is finite in the dtype that the engine serves.
+    - tau: None means that the tensors replace the weights. Otherwise the update is an EMA: phi <-
+      tau phi + (1 - tau) theta, where phi is the served parameter and theta the pushed tensor.
+    - digest: the xxh3-128 hex digest of the names, specs and bytes.
     """
 
     tensors: Mapping[str, tuple[TensorSpec, NDArray[Any]]]

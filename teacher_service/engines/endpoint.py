@@ -246,7 +246,7 @@ class EndpointEngine:
     async def _find_vocab_size(self, token_count: int) -> int:
         """Return the number of ids that the server accepts, by doubling and bisection.
 
-        Raises InvalidInput if that is less than `token_count`, the number of the tokenizer's
+        Raises InvalidInput if this number is less than `token_count`, the number of the tokenizer's
         tokens.
         """
         if not await self._takes_token(token_count - 1):
@@ -264,7 +264,7 @@ class EndpointEngine:
     async def _find_limit(
         self, accepts: Callable[[int], Coroutine[Any, Any, bool]], upper_bound: int
     ) -> int:
-        """Return the largest number up to `upper_bound` that the server accepts; 0 if none."""
+        """Return the largest number up to `upper_bound` for which `accepts` is True; 0 if none."""
         if await accepts(upper_bound):
             return upper_bound
         return await _bisect_limit(accepts, 0, upper_bound)
@@ -286,7 +286,7 @@ class EndpointEngine:
         return True
 
     async def _takes_chosen_ids(self, count: int) -> bool:
-        """Return whether a row may have `count` ids, including the sampled token."""
+        """Return True if the server scores `count` given ids in a row, with the sampled token."""
         if count < 1:
             return True
         heads = np.arange(count - 1, dtype=np.int32)[None]
@@ -301,7 +301,10 @@ class EndpointEngine:
 async def _bisect_limit(
     accepts: Callable[[int], Coroutine[Any, Any, bool]], accepted: int, refused: int
 ) -> int:
-    """Return the largest accepted number between `accepted` and `refused`, by bisection."""
+    """Return the largest number for which `accepts` is True, by bisection.
+
+    `accepts` is True for the number `accepted` and False for the larger number `refused`.
+    """
     while refused - accepted > 1:
         middle = (accepted + refused) // 2
         if await accepts(middle):

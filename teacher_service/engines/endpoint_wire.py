@@ -168,7 +168,7 @@ def _list_scored_ids(query: ScoreQuery) -> NDArray[np.int32]:
 
 @contextmanager
 def _raise_corrupt() -> Iterator[None]:
-    """Raise Corrupt for a part of an answer that is not an id, a number or a log-prob."""
+    """Convert an error of the block to Corrupt: a part of the answer has a wrong type or value."""
     try:
         with np.errstate(over="ignore", invalid="ignore"):
             yield

@@ -78,9 +78,10 @@ class HfEngine:
     ) -> None:
         """Load the model and report the stages to `progress`. Queries may name one of `adapters`.
 
-        `memory` is the number of bytes that the model may use on each device. The layers are
-        divided over these devices. The first GPU computes the layers that fit on no GPU. The head
-        is always in memory. With `memory` None, the whole model is on `device`.
+        - device: the device of the whole model, if `memory` is None.
+        - memory: number of bytes that the model may use, by device. The layers are divided over
+          these devices. The first GPU computes the layers that fit on no GPU. The head is always in
+          memory.
         """
         progress = progress or LoadProgress()
         path = model_directory(model, "hf")

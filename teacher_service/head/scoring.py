@@ -61,20 +61,24 @@ def score_hidden(
 ) -> ScoredRows:
     """Return rows of log_softmax(logits / temperature).
 
-    The logits are hidden @ weight.T + bias, after `scale_and_cap`. hidden [N, H], weight [V, H],
-    bias [V], token_ids int64 [N]. Give either top_k, or head_ids int64 [N, K] without duplicates in
-    a row. `product` is an optional function for a faster hidden @ weight.T. Each uniform of
-    `uniforms`, float64 [N, M] in [0, 1), draws one id from the tail. If a tail has no mass, its
-    sample ids are meaningless and their log-prob is -inf. draw_ids int64 [N, D]: ids whose
-    log-probs are also returned. `vocabulary` has the ids of the rows of `weight` and `bias`; with a
-    shard, the result still covers the ids of all shards.
+    The logits are hidden @ weight.T + bias, after `scale_and_cap`. Give either `top_k` or
+    `head_ids`.
+
+    - hidden [N, H], weight [V, H], bias [V], token_ids int64 [N].
+    - product: an optional function that computes hidden @ weight.T faster.
+    - head_ids: int64 [N, K], without duplicates in a row.
+    - uniforms: float64 [N, M] in [0, 1); each uniform draws one id from the tail. If a tail has no
+      mass, its sample ids are meaningless and their log-prob is -inf.
+    - draw_ids: int64 [N, D], ids whose log-probs are also returned.
+    - vocabulary: the ids of the rows of `weight` and `bias`. With a shard, the result still covers
+      the ids of all shards.
 
     Raises Corrupt, naming position `first_position` + row, if a row of logits has a NaN, a +inf or
     no finite entry. Logits of -inf (masked vocabulary) are valid.
 
-    Memory besides the arguments: 12 K + 8 bytes per row, one chunk of logits (64 MiB on a CPU,
-    96 MiB for weights in half precision) and a block of 4 MiB. Tail samples add 8 M + 4 bytes per
-    row and another such block.
+    Memory besides the arguments: 12 K + 8 bytes per row, one chunk of logits (64 MiB on a CPU, 96
+    MiB for weights in half precision) and a block of 4 MiB. Tail samples add 8 M + 4 bytes per row
+    and another block of 4 MiB.
     """
     product = product or (lambda states: _multiply(states, weight))
     size = chunk_rows or max(1, _CHUNK_BYTES[hidden.device.type] // (4 * len(weight)))
@@ -144,10 +148,13 @@ def select(
 ) -> Iterator[tuple[ScoredRows, Tensor]]:
     """Yield rows and their normalisers [n], block by block, from products `chunk` [N, V].
 
-    Overwrites `chunk`. `to_logits` overwrites a block of products [n, V] with its logits, divided
-    by the temperature. token_ids int64 [N]; give either top_k, or head_ids int64 [N, K]; draw_ids
-    int64 [N, D]. The normaliser of a row is the logsumexp of its logits; it is not finite if the
-    logits are invalid.
+    - chunk: the products of the head; they are overwritten.
+    - to_logits: a function that overwrites a block of products [n, V] with its logits, divided by
+      the temperature.
+    - token_ids int64 [N]; top_k, or else head_ids int64 [N, K]; draw_ids int64 [N, D].
+
+    The normaliser of a row is the logsumexp of its logits; it is not finite if the logits are
+    invalid.
     """
     next_row = 0
     for products in torch.split(chunk, _count_block_rows(chunk)):

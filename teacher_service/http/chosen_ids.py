@@ -124,7 +124,7 @@ def read_chosen_ids(body: bytes, limits: RequestLimits, info: ScoringEngineInfo)
 
 
 def _read_id_rows(value: Any, rows: int) -> NDArray[np.int32]:
-    """Return the ids [rows, m] of a field. Raises InvalidInput if it is something else."""
+    """Return the ids [rows, m] of a field. Raises InvalidInput if `value` is not such an array."""
     try:
         ids = np.array(value)
     except ValueError:  # rows of different lengths

@@ -144,7 +144,10 @@ def read_token_list(value: Any, field: str) -> NDArray[np.int32]:
 
 
 def require_start(start: int, token_ids: NDArray[np.int32], field: str) -> None:
-    """Raise InvalidInput unless at least one token follows the first `start` + 1 tokens."""
+    """Raise InvalidInput if `start` is out of range; it must be 0 to len(token_ids) - 2.
+
+    `start` is the position before the first scored token.
+    """
     length = len(token_ids)
     if length >= 2 and not 0 <= start < length - 1:
         refuse(

@@ -75,7 +75,7 @@ class Batcher(Dispatcher):
             await asyncio.sleep(GAP_SECONDS)
 
     def _take_batch(self) -> list[QueuedQuery]:
-        """Take the next query, and the queries after it with the nearest lengths."""
+        """Take the next query, and those later queries whose lengths are nearest to its length."""
         due_queries = self._queue.take(_CHOICE_BATCHES * self._max_batch_tokens)
         if not due_queries:
             return []

@@ -1,9 +1,11 @@
 """Runs each attempt as one job of Slurm, which is started at most once.
 
 The driver of that job (`slurm.driver`) and the server share only the run directory. A claim file
-there decides whether the attempt may start, and exit.json holds its exit code. Slurm says why an
-attempt waits, and why it was stopped. A job that squeue does not list may still run: the attempt
-ends only by the claim, or when the heartbeats of its shims stop.
+there decides whether the attempt may start, and exit.json holds its exit code. Slurm gives the
+reason why an attempt waits or was stopped.
+
+A job that squeue does not list may still run. Therefore, such an attempt ends only when its shims
+have no heartbeat any more. The server then claims the attempt, so that it cannot start later.
 """
 
 from __future__ import annotations
