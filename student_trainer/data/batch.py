@@ -1,7 +1,7 @@
-"""Builds the tensors of one forward pass from sequences and their teacher rows, on the device.
+"""Builds the tensors of one forward pass, on the device, from sequences and their teacher rows.
 
-Row convention: row t scores token t. It is the distribution of token t given the tokens before it,
-so the model computes it at position t - 1. Only `Batch.select` applies this shift.
+Row convention: row t scores token t. Row t is the distribution of token t given the tokens before
+it, so the model computes it at position t - 1. Only `Batch.select` applies this shift.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ class NumberedSequence(ScoredSequence):
 def placeholder_rows(
     head_ids: NDArray[np.int32], draw_ids: NDArray[np.int32] | None = None
 ) -> RowBlock:
-    """Return placeholder rows: the given head ids [n, k] and draws [n, M], log-probs 0.
+    """Return placeholder rows: the given head ids [n, k] and draws [n, M], all log-probs 0.
 
-    For code that needs rows but reads only their ids. The head log-probs are float32 [n, 0].
+    Code that reads only the ids of the rows uses them. The head log-probs are an empty array,
+    float32 [n, 0].
     """
     zeros = np.zeros(len(head_ids), np.float32)
     draw_logprobs = None if draw_ids is None else zeros
@@ -52,22 +53,23 @@ def placeholder_rows(
 
 @dataclass(frozen=True)
 class Batch:
-    """B lines of at most T tokens, and the N rows of the learned tokens in them.
+    """The inputs of one forward pass: B lines of at most T tokens, and N rows.
 
-    - input_ids [B, T] int64: padded at the end.
-    - position_ids [B, T] int64: None unless a line has several sequences.
-    - line, position [N] int64: line and position of each row's token.
-    - sequence [N] int64: the index of its sequence.
-    - token_ids [N] int64.
-    - head_ids [N, K] int64.
-    - teacher: Rows of N.
-    - sample_ids [N, M] int64: the teacher's tail samples, or the student's draws, if any.
-    - draw_logprobs [N, M] float32: log-probs of the draws, as `TailDraws.logprobs`.
+    - input_ids [B, T] int64: the token ids of the lines, padded at the end.
+    - position_ids [B, T] int64: the positions within each sequence; None if each line has one
+      sequence.
+    - line, position [N] int64: for each row, the line and the position of its learned token.
+    - sequence [N] int64: the number of the sequence of each row, in the order of the sequences.
+    - token_ids [N] int64: the learned tokens.
+    - head_ids [N, K] int64: the head ids of each row.
+    - teacher: the N rows of the teacher.
+    - sample_ids [N, M] int64: ids that the teacher or the student drew from the tail; None without.
+    - draw_logprobs [N, M] float32: log-probs of the student's draws; see `TailDraws.logprobs`.
     - sampling_logprobs [N] float32: log-probs in nats under the policy that sampled the tokens;
       None for stored sequences.
-    - sequence_weights [N] float32: the weight of the row's sequence; None if all are 1.
     - teachers: the name of the teacher of each sequence, "" if the job has one teacher.
-    - images: the inputs of `image_inputs`; None if no sequence has an image.
+    - sequence_weights [N] float32: the weight of the sequence of each row; None if all are 1.
+    - images: the tensors that `image_inputs` returns; None if no sequence has an image.
     """
 
     input_ids: Tensor
@@ -89,7 +91,8 @@ class Batch:
     def inputs(self) -> Mapping[str, Tensor]:
         """The keyword arguments of the model's forward pass.
 
-        There is no mask: padding is at the end, and position ids separate the sequences of a line.
+        An attention mask is not needed: padding is at the end of a line, and the position ids
+        separate the sequences of a line.
         """
         if self.position_ids is None:
             return {"input_ids": self.input_ids, **(self.images or {})}
@@ -101,7 +104,7 @@ class Batch:
 
     @property
     def token_in_head(self) -> Tensor:
-        """Whether the token of each row is one of its head ids, [N] bool."""
+        """[N] bool: True if the token of the row is one of the row's head ids."""
         return (self.head_ids == self.token_ids[:, None]).any(1)
 
     def without_rows(self) -> Batch:
@@ -131,10 +134,11 @@ def make_batch(
 ) -> Batch:
     """Build the tensors of one micro-batch on `device`.
 
-    `scored_sequences`: one of the groups that `micro_batches` returns. A line is one index of the
-    batch dimension B; a layout may place several sequences in a line. Padding is at the end of a
-    line, where it does not affect a causal model. `layout`: how sequences are placed in lines; see
-    `packing.py`.
+    - scored_sequences: one of the groups that `micro_batches` returns.
+    - layout: how sequences are placed in lines; see `packing.py`.
+
+    A line is one index of the batch dimension B. A layout may place several sequences in a line.
+    Padding is at the end of a line, where it does not affect a causal model.
     """
     sequences = [item.sequence for item in scored_sequences]
     blocks = [item.rows for item in scored_sequences]
@@ -185,8 +189,11 @@ def make_batch(
 def teacher_rows(blocks: Sequence[RowBlock], device: torch.device) -> Rows:
     """Return the concatenated teacher rows of all blocks, float32 on `device`.
 
-    `sample_logprobs`: [N, M] of the M ids that the student drew from its tail; [N, 1], their mean,
-    if the teacher drew them; otherwise None.
+    The field `sample_logprobs` of the result depends on the model that drew ids from its tail:
+
+    - the student: [N, M], the teacher's log-prob of each of the M ids.
+    - the teacher: [N, 1], the mean of the teacher's log-probs of its M ids.
+    - none: None.
     """
     draws = [block.draw_logprobs for block in blocks if block.draw_logprobs is not None]
     means = [block.tail_sample_logprob for block in blocks if block.tail_sample_logprob is not None]
@@ -200,10 +207,11 @@ def teacher_rows(blocks: Sequence[RowBlock], device: torch.device) -> Rows:
 
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return `tensor` on `device`; the tensor itself if it is there.
+    """Return a copy of `tensor` on `device`, or `tensor` itself if it is already on `device`.
 
-    A copy to a GPU starts from pinned memory and is queued behind earlier operations. Without
-    pinned memory, the host would wait until all of them are done. A copy from a GPU is complete.
+    A copy from the CPU to a GPU uses pinned memory and is queued behind the earlier operations of
+    the GPU. Without pinned memory, the CPU would wait until these operations are done. A copy from
+    a GPU is complete when the function returns.
     """
     if device.type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory()
@@ -211,7 +219,7 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _move_to(value: Any, device: torch.device) -> Any:
-    """Return a field of a batch on `device`: a tensor, rows, a tuple or a mapping of these."""
+    """Return the value of a batch field on `device`: a tensor, rows, or a tuple or dict of them."""
     match value:
         case Tensor():
             return copy_to_device(value, device)
@@ -230,7 +238,7 @@ def _join_sample_ids(blocks: Sequence[RowBlock], device: torch.device) -> Tensor
 
 
 def _join_draws(sequences: Sequence[TokenSequence]) -> TailDraws | None:
-    """Return the draws of the learned tokens of all rollouts; None if there are none."""
+    """Return the draws of the learned tokens of all rollouts; None if no rollout has draws."""
     draws = [
         sequence.draws[sequence.places - sequence.start]
         for sequence in sequences
@@ -269,7 +277,7 @@ def _to_id_tensor(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:
 
 
 def sum_and_count(values: Tensor, applies: bool = True) -> Tensor:
-    """Return (sum, number) of `values` [N] as a tensor [2]; (0, 0) if not `applies`."""
+    """Return (sum, number) of `values` [N] as a tensor [2]; (0, 0) if `applies` is False."""
     values = values if applies else values[:0]
     return torch.stack([values.sum(), values.new_full((), len(values))])
 
@@ -277,7 +285,8 @@ def sum_and_count(values: Tensor, applies: bool = True) -> Tensor:
 def sum_and_count_where(mask: Tensor, values: Tensor) -> Tensor:
     """Return (sum, number) of `values` [N] where `mask` [N] is True, as a tensor [2].
 
-    Selecting the values by the mask would make the host wait for their number.
+    Values outside the mask are replaced by 0. `values[mask]` would be slower: the CPU must wait for
+    the GPU to know how many values it has.
     """
     selected = torch.where(mask, values, torch.zeros_like(values))
     return torch.stack([selected.sum(), mask.sum().to(values.dtype)])

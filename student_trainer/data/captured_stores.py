@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainingStore(CapturedStore):
-    """A captured store, opened. data: its sequences and rows."""
+    """A captured store that is open for reading. `data`: its sequences and rows."""
 
     data: LogitDataset
 
@@ -34,7 +34,7 @@ class TrainingStore(CapturedStore):
 
     @property
     def identity(self) -> str:
-        """SHA-256 over the checksums of all shards: identifies every byte of the store."""
+        """SHA-256 of the checksums of all shards, which identifies the content of the store."""
         digests = "".join(facts.sha256 for facts in self.data.facts)
         return hashlib.sha256(digests.encode()).hexdigest()
 
@@ -98,10 +98,10 @@ def _open_store(captured: CapturedStore) -> TrainingStore:
 
 
 def check_same_store(store: TrainingStore, checkpoint_facts: Mapping[str, str]) -> None:
-    """Check that a resumed run uses the store that its checkpoint was trained on.
+    """Check that a resumed run reads the store that it started with.
 
-    `checkpoint_facts`: the facts of the checkpoint. Raises WrongState if the identity of the store
-    differs.
+    `checkpoint_facts`: the facts that the checkpoint saved about its run. Raises WrongState if the
+    identity of the store differs.
     """
     if checkpoint_facts.get("store", store.identity) != store.identity:
         raise WrongState(

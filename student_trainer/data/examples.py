@@ -1,4 +1,4 @@
-"""Prompts with their reference answers as token sequences, for supervised fine-tuning."""
+"""Converts prompts with reference answers to token sequences, for supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -45,8 +45,10 @@ class Example:
 
     - token_ids: int32 [T].
     - start: index of the first learned token.
-    - mask [T - start] bool: the learned tokens; None: all from `start` on.
-    - prompt: the tokens before the last answer, with the reference, for `eval.metric`.
+    - mask [T - start] bool: True for learned tokens; None if all tokens from `start` on are
+      learned.
+    - prompt: the tokens before the last answer, and the reference answer. The evaluation with
+      `eval.metric` uses it.
     """
 
     token_ids: NDArray[np.int32]
@@ -56,7 +58,7 @@ class Example:
 
     @property
     def sequence(self) -> TokenSequence:
-        """The sequence in the trainer's form, as torch tensors."""
+        """The same sequence as a TokenSequence, with torch tensors."""
         ids, weight = torch.from_numpy(self.token_ids).long(), self.prompt.weight
         if self.mask is None:
             return TokenSequence(ids, self.start, weight=weight)
@@ -129,7 +131,11 @@ class _ExampleEncoder:
         )
 
     def is_doubtful(self, record: PromptRecord) -> bool:
-        """Return whether the prompt may have no tokens, or parts that cannot be used."""
+        """Return whether `encode` may raise InvalidInput for this record.
+
+        True if the prompt may have no tokens, if a text may contain a token that the model does not
+        have, or if the record has a kind of message part that no earlier record had.
+        """
         conversation = _learned_part(self._prompt_format, record.conversation)
         if self._model_ids.may_lack(record) or self._parts.has_new(conversation):
             return True
@@ -141,7 +147,8 @@ class _ExampleEncoder:
     def encode(self, record: PromptRecord, field: str) -> Example | None:
         """Return the example of a record; None if it is too long or has no answer.
 
-        Raises InvalidInput, naming `field`, if the prompt has no tokens.
+        Raises InvalidInput, with `field`, if the prompt has no tokens or if the model lacks a
+        token.
         """
         characters = record.conversation.characters
         if self._prompt_format.messages_column is None:
@@ -169,7 +176,10 @@ class _ExampleEncoder:
         return Example(tokens, start, None if answer_start == start else mask[start:], prompt)
 
     def _encode_tokens(self, record: PromptRecord) -> tuple[list[int], NDArray[np.bool_]]:
-        """Return the token ids of a record and the mask of learned tokens; empty without answer."""
+        """Return the token ids of a record, and a mask that is True for learned tokens.
+
+        The mask has no True entry if the record has no answer.
+        """
         prompt_format, tokenizer, conversation = (
             self._prompt_format,
             self._tokenizer,
@@ -195,7 +205,9 @@ class _ExampleEncoder:
 
 
 def _learned_part(prompt_format: PromptFormat, conversation: Conversation) -> Conversation:
-    """Return the conversation that the chat template renders: up to the answer, or the prompt of a
-    text.
+    """Return the messages that the chat template renders.
+
+    For a conversation, these are the messages up to and including the last answer. For a text
+    prompt, they are the prompt, because its answer is not rendered by the template.
     """
     return conversation if prompt_format.messages_column is None else conversation.up_to_answer()

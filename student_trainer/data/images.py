@@ -1,4 +1,4 @@
-"""The images of prompts. They are loaded when a step needs them, and cached for a short time."""
+"""Loads the images of prompts when a step needs them, and caches them for a short time."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ Source = Path | bytes
 class SequenceImages:
     """The images of a sequence, in the order of their placeholders, for one student.
 
-    - sources: files or encoded images.
+    - sources: the path of each image file, or the encoded image as bytes.
     - digests: the SHA-256 of each image.
     - tokens: the number of tokens of each image in the sequence.
+    - reader: converts images to inputs of the student.
     """
 
     sources: tuple[Source, ...]
@@ -51,11 +52,14 @@ class SequenceImages:
         )
 
     def load_pixels(self) -> Pixels:
-        """Return the inputs of the student. Raises Corrupt if a file has changed."""
+        """Return the pixel inputs of the student model. Raises Corrupt if a file has changed."""
         return _load_pixels(self.reader, self.sources, self.digests)
 
     def collapse(self, token_ids: NDArray[np.int32], start: int) -> tuple[NDArray[np.int32], int]:
-        """Return (ids, start) of a student's sequence with one placeholder token per image."""
+        """Return `token_ids` with one placeholder token per image, and the new value of `start`.
+
+        `token_ids` is a sequence of the student, in which an image has several tokens.
+        """
         collapsed_sequence = collapsed_ids(token_ids, self.reader.placeholder, self.tokens)
         return collapsed_sequence, start - (len(token_ids) - len(collapsed_sequence))
 
@@ -63,10 +67,13 @@ class SequenceImages:
 def with_images(
     ids: NDArray[np.int32], sources: Sequence[Source], reader: ImageReader, where: str
 ) -> tuple[NDArray[np.int32], SequenceImages | None]:
-    """Return a prompt with all its image tokens, and its images (None if it has none).
+    """Return the token ids of a prompt with all its image tokens, and its images.
 
-    `ids` have one placeholder for each of the `sources`. Raises InvalidInput (`data.image_column`)
-    with `where` if an image cannot be used, or if the number of placeholders differs.
+    - ids: token ids with one placeholder for each image of `sources`.
+    - where: the row of the data, for error messages.
+
+    The images are None if `sources` is empty. Raises InvalidInput (`data.image_column`) if an image
+    cannot be used, or if the numbers of images and placeholders differ.
     """
     places = np.flatnonzero(ids == reader.placeholder)
     if len(places) != len(sources) or (np.diff(places) == 1).any():
@@ -94,10 +101,16 @@ def with_images(
 def image_inputs(
     images: Sequence[SequenceImages | None], input_ids: Tensor
 ) -> dict[str, Tensor] | None:
-    """Return the model's inputs for the images of lines [B, T]; None if there are none.
+    """Return the model's inputs for the images of the lines [B, T]; None if there are no images.
 
-    `images` are the images of each line, in order. The tensors are on the CPU: pixel_values [P, D],
-    image_grid_thw [n, 3], and mm_token_type_ids [B, T], 1 for image tokens.
+    - images: the images of each line, in the order of the lines.
+    - input_ids [B, T]: the token ids of the lines.
+
+    The returned tensors are on the CPU:
+
+    - pixel_values [P, D]: the patches of all images.
+    - image_grid_thw [n, 3]: the number of patches of each image in time, height and width.
+    - mm_token_type_ids [B, T]: 1 for image tokens, 0 for other tokens.
     """
     present_images = [line_images for line_images in images if line_images is not None]
     if not present_images:
@@ -110,7 +123,10 @@ def image_inputs(
 
 
 def tensors_of(pixels: Sequence[Pixels], input_ids: Tensor, placeholder: int) -> dict[str, Tensor]:
-    """Return the tensors of `image_inputs`. `pixels`: the images of `input_ids`, in order."""
+    """Return the tensors that `image_inputs` describes.
+
+    `pixels`: the images, in the order of their placeholders in `input_ids`.
+    """
     return {
         "pixel_values": torch.from_numpy(
             np.concatenate([image_pixels.values for image_pixels in pixels])

@@ -1,4 +1,4 @@
-"""The order of prompts, and their division among data sets by shares."""
+"""Computes the order of prompts, and how the prompts of a step are divided among data sets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """Indices 0 to size - 1 in an order fixed by the seed; each epoch has another permutation."""
+    """The indices 0 to size - 1 in an order fixed by the seed; each epoch has a new permutation."""
 
     size: int
     seed: int
@@ -47,15 +47,20 @@ class EpochOrder:
 
 @lru_cache(maxsize=2)
 def permutation(size: int, seed: int, epoch: int, directory: Path | None = None) -> Indices:
-    """Return a permutation of range(size), the same on every machine: int32 if that suffices.
+    """Return the permutation of range(size) for an epoch: int32 if `size` fits, otherwise int64.
 
-    Training uses the epochs from 0 on. Negative epochs are other permutations of the same seed, for
-    selections that must not follow the training order: the held-out data are the first indices of
-    epoch -1, and the records that are checked before training those of epoch -2. The result is
-    cached: do not modify it.
+    The permutation is the same on every machine. Training uses the epochs from 0 on. Negative
+    epochs give other permutations of the same seed, for selections that must not depend on the
+    training order:
 
-    directory: a large permutation is mapped from a file there, which all processes share. Without
-    a directory that can be written, the permutation is in memory.
+    - epoch -1: its first indices are the held-out data.
+    - epoch -2: its first indices are the records that are checked before training.
+
+    The result is cached: do not modify it.
+
+    `directory`: the folder of the file that holds a large permutation. All processes map this file
+    into memory and share it. If the directory is None or not writable, the permutation is in
+    memory.
     """
     if directory is not None and size >= _MIN_MAPPED:
         with suppress(OSError):
@@ -68,7 +73,7 @@ def _index_type(size: int) -> type[np.signedinteger[Any]]:
 
 
 def _draw(order: Indices, seed: int, epoch: int) -> Indices:
-    """Fill `order` with the permutation of an epoch. The type of `order` does not change it."""
+    """Fill `order` with the permutation of an epoch. Its type does not change the values."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch + 1)
     torch.randperm(len(order), generator=generator, out=torch.from_numpy(order))
     return order
@@ -77,8 +82,8 @@ def _draw(order: Indices, seed: int, epoch: int) -> Indices:
 def _map_permutation(size: int, seed: int, epoch: int, directory: Path) -> Indices:
     """Map the file of a permutation; write the file first if it is missing or damaged.
 
-    Processes may write the file at the same time, with the same content. The file of the epoch
-    before is deleted. Raises OSError.
+    Several processes may write the file at the same time; all write the same content. The file of
+    the previous epoch is deleted. Raises OSError.
     """
     path = directory / f"order-{size}-{seed}-{epoch}"
     order = _open_order(path, size)
@@ -115,7 +120,10 @@ def _open_order(path: Path, size: int) -> Indices | None:
 
 
 def _checksum(file: BinaryIO, size: int) -> bytes:
-    """Return the checksum of the first `size` bytes of a file. Reads the file to there."""
+    """Return the checksum of the first `size` bytes of a file.
+
+    The position of the file is then `size`.
+    """
     file.seek(0)
     checksum = 0
     for start in range(0, size, _READ_BYTES):
@@ -126,9 +134,9 @@ def _checksum(file: BinaryIO, size: int) -> bytes:
 def count_per_set(shares: Sequence[Fraction], total: int) -> list[int]:
     """Return how many of the first `total` prompts come from each data set.
 
-    `shares`: positive, with the sum 1. The counts follow Webster's method (Balinski and Young, Fair
-    Representation, 1982): no count falls when `total` rises, so that each data set is consumed in
-    order.
+    `shares`: the share of each data set, positive, with the sum 1. The counts follow Webster's
+    method (Balinski and Young, Fair Representation, 1982). With this method, no count falls when
+    `total` rises, so each data set is consumed in order.
     """
     # Webster's counts are never further below the exact shares than the number of data sets.
     counts = [max(0, math.floor(share * total) - len(shares)) for share in shares]
@@ -137,15 +145,15 @@ def count_per_set(shares: Sequence[Fraction], total: int) -> list[int]:
 
 
 def assign_sets(shares: Sequence[Fraction], first: int, count: int) -> list[int]:
-    """Return the data set's index for each of `count` prompts from number `first` (from 0) on.
+    """Return the index of the data set of each of `count` prompts, from prompt `first` (from 0) on.
 
-    A data set's prompts are spread evenly. For `shares`, see `count_per_set`.
+    The prompts of each data set are spread evenly. `shares`: see `count_per_set`.
     """
     return _add_prompts(shares, count_per_set(shares, first), count)
 
 
 def _add_prompts(shares: Sequence[Fraction], counts: list[int], count: int) -> list[int]:
-    """Add `count` prompts to `counts` in place, and return the data set of each."""
+    """Add `count` prompts to `counts` in place, and return the data set of each new prompt."""
     numbers = range(len(shares))
     queue = [((2 * counts[number] + 1) / shares[number], number) for number in numbers]
     heapq.heapify(queue)

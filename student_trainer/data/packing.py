@@ -1,11 +1,11 @@
 """Groups sequences into micro-batches, and places each sequence in a line.
 
-A layout determines how the sequences of a micro-batch share its lines:
+A layout determines how the sequences of a micro-batch are placed in lines:
 
 - padded: one sequence per line. Lines are as long as the longest sequence of the group.
-- lines: several sequences per line. Lines are as long as the longest sequence of the group. With a
-  dense mask, longer lines would cost more in attention than they save in padding.
-- one_line: all sequences in one line, without padding, for attention kernels that read only the
+- lines: several sequences per line. Lines are as long as the longest sequence of the group. Longer
+  lines would save padding, but with a dense mask the attention would cost more than they save.
+- one_line: all sequences in one line, without padding. The attention kernel must read only the
   tokens of each sequence (variable-length flash attention).
 """
 
@@ -31,12 +31,15 @@ Item = TypeVar("Item", bound=_HasSequence)
 def micro_batches(
     items: Sequence[Item], max_tokens: int, layout: Layout = "padded"
 ) -> list[list[Item]]:
-    """Divide sequences into groups, each for one forward pass, in the order to run them.
+    """Divide sequences into groups, one group per forward pass, in the order to run them.
 
-    A group has at most `max_tokens` tokens, including padding, or a single sequence. Stored
-    sequences, whose rows are already available, come first, longest first; then rollouts, grouped
-    by `group_in_request_order`. No group contains stored sequences and rollouts. The result depends
-    only on the sequences, not on which rows have arrived.
+    A group has either at most `max_tokens` tokens, including padding, or a single longer sequence.
+    A group has only stored sequences or only rollouts:
+
+    - Stored sequences come first, longest first, because their rows are already available.
+    - Rollouts follow, grouped by `group_in_request_order`.
+
+    The result depends only on the sequences. It does not depend on which rows have arrived.
     """
     rollouts = [item for item in items if isinstance(item.sequence, Rollout)]
     stored_sequences = [item for item in items if not isinstance(item.sequence, Rollout)]
@@ -48,11 +51,12 @@ def micro_batches(
 def group_in_request_order(
     items: Sequence[Item], max_tokens: int, layout: Layout
 ) -> list[list[Item]]:
-    """Divide sequences into groups so that the first group does not wait for the last rows.
+    """Divide sequences into groups so that the rows of the first group arrive early.
 
-    `items` are in the order in which their rows were requested. Sequences that share lines are
-    divided in this order. Padded sequences are grouped by length, because a group of mixed lengths
-    would be mostly padding, and the groups are sorted by the last request among their sequences.
+    `items` are in the order in which their rows were requested. With the layouts `lines` and
+    `one_line`, the sequences are divided in this order. With the layout `padded`, sequences of
+    similar length form a group, because a group of mixed lengths would be mostly padding. These
+    groups are sorted by the latest request in each group.
     """
     if layout == "padded":
         request_number = {id(item): number for number, item in enumerate(items)}
@@ -67,9 +71,9 @@ def group_in_request_order(
 
 
 def place_sequences(lengths: Sequence[int], layout: Layout) -> tuple[int, list[tuple[int, int]]]:
-    """Place the sequences of a group.
+    """Place the sequences of a group in lines.
 
-    Returns the number of tokens of a line, and (line, first position) of each sequence.
+    Returns the length of a line in tokens, and (line, first position) for each sequence.
     """
     width = sum(lengths) if layout == "one_line" else max(lengths)
     placements = _first_fit(lengths, width, len(lengths), layout)
@@ -108,7 +112,7 @@ def _fits(items: Sequence[_HasSequence], max_tokens: int, layout: Layout) -> boo
 
 
 def _group_shape(longest: int, max_tokens: int, layout: Layout) -> tuple[int, int]:
-    """Return the maximum number of tokens of a line and of lines of a group."""
+    """Return the limits of a group: the number of tokens per line, and the number of lines."""
     if layout == "one_line":
         return max(longest, max_tokens), 1
     return longest, max(1, max_tokens // longest)
@@ -117,9 +121,10 @@ def _group_shape(longest: int, max_tokens: int, layout: Layout) -> tuple[int, in
 def _first_fit(
     lengths: Sequence[int], width: int, lines: int, layout: Layout
 ) -> list[tuple[int, int] | None]:
-    """Return the (line, start) of each sequence: the first line with room, or None without room.
+    """Return (line, first position) for each sequence; None for a sequence that does not fit.
 
-    There are at most `lines` lines of `width` tokens.
+    A sequence is placed in the first line with enough room. There are at most `lines` lines of
+    `width` tokens.
     """
     free_tokens: list[int] = []
     placements: list[tuple[int, int] | None] = []

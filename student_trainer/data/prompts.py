@@ -1,4 +1,4 @@
-"""The prompts of a job: training and held-out prompts, and the prompts of each step."""
+"""Loads the training and held-out prompts of a job, and selects the prompts of each step."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ Item = TypeVar("Item")
 class Prompt:
     """A prompt that the student completes.
 
-    - ids [T] int32: its token ids.
+    - ids [T] int32: the token ids of the prompt.
     - answer: the reference answer, "" if there is none.
-    - teacher: the name of its teacher, "" if the job has only one teacher.
-    - text: the prompt before the template, for rewards.
-    - fields: the columns of its record, for rewards.
-    - weight: the weight of its sequences in the loss.
+    - teacher: the name of the teacher of the prompt, "" if the job has only one teacher.
+    - text: the text of the prompt before the chat template is applied, for rewards.
+    - fields: the columns of the prompt's record, for rewards.
+    - weight: the weight in the loss of the sequences sampled from the prompt.
     - images: the images whose tokens are in `ids`; None without images.
     """
 
@@ -72,10 +72,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class ModelIds:
-    """The token ids that a model has embeddings for: 0 to count - 1; None: all.
+    """The token ids for which a model has embeddings.
 
-    extra_tokens: tokens of the tokenizer with higher ids, by id. These are often added tokens that
-    no text uses, such as [PAD].
+    - count: the model has the ids 0 to count - 1; None if the model has all ids.
+    - extra_tokens: the tokens of the tokenizer with ids from `count` on, by id. Often these are
+      added tokens that no text uses, such as [PAD].
     """
 
     count: int | None = None
@@ -89,11 +90,11 @@ class ModelIds:
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """The ids as JSON values."""
+        """`count` and `extra_tokens` as JSON values."""
         return self.count, sorted(self.extra_tokens.items())
 
     def may_lack(self, record: PromptRecord) -> bool:
-        """Return whether the texts of a record name a token that the model does not have."""
+        """Return whether a text of the record contains a token that the model does not have."""
         if not self.extra_tokens:
             return False
         conversation = record.conversation
@@ -101,7 +102,10 @@ class ModelIds:
         return any(token in text for token in self.extra_tokens.values() for text in texts)
 
     def require(self, ids: Sequence[int], where: str, field: str) -> None:
-        """Raise InvalidInput, naming `field` and the record `where`, if the model lacks an id."""
+        """Raise InvalidInput if one of `ids` is not an id of the model.
+
+        `where`: the row of the data, for the message. `field`: the job key of the error.
+        """
         if self.count is None or not len(ids) or max(ids) < self.count:
             return
         missing = next(token_id for token_id in ids if token_id >= self.count)
@@ -118,7 +122,7 @@ ALL_IDS = ModelIds()
 
 
 def encoding_facts(prompt_format: PromptFormat, tokenizer: Any) -> tuple[object, ...]:
-    """Return the settings that determine the tokens of a record, as JSON values."""
+    """Return all settings that change the tokens of a record, as JSON values."""
     today = date_warning(prompt_format, template_text(tokenizer.chat_template)) and time.strftime(
         "%Y-%m-%d"
     )
@@ -126,7 +130,7 @@ def encoding_facts(prompt_format: PromptFormat, tokenizer: Any) -> tuple[object,
 
 
 class _PromptEncoder:
-    """Converts records to prompts, and counts those that are too long."""
+    """Converts records to prompts, and counts the prompts that are too long."""
 
     def __init__(
         self,
@@ -153,8 +157,8 @@ class _PromptEncoder:
         """Return whether `encode` may raise InvalidInput for this record.
 
         True if the question is empty, if a text may contain a token that the model does not have,
-        or if the record has a kind of message part that no earlier record had, which `encode`
-        checks against the chat template.
+        or if the record has a kind of message part that no earlier record had. `encode` checks each
+        new kind against the chat template.
         """
         return (
             not record.conversation.question.strip()
@@ -165,7 +169,8 @@ class _PromptEncoder:
     def encode(self, record: PromptRecord, field: str) -> Prompt | None:
         """Return the prompt of a record; None if it is too long.
 
-        Raises InvalidInput, naming `field`, if the prompt has no tokens.
+        Raises InvalidInput, with `field`, if the record cannot be used, such as a prompt without
+        tokens.
         """
         conversation = record.conversation.unanswered()
         if least_tokens := tokens_by_length(conversation.characters, self._max_tokens):
@@ -199,8 +204,9 @@ class _PromptEncoder:
 def no_items_error(field: str, item: str, too_long: OmissionCounter, key: str) -> InvalidInput:
     """Return the error for data without a usable record.
 
-    `item`: the kind of item in one word, such as "prompt". `too_long`: the records that exceed the
-    limit of the job's `key`.
+    - item: the kind of item in one word, such as "prompt".
+    - too_long: the counter of the records that are longer than the limit.
+    - key: the job key that sets this limit.
     """
     if not too_long.count:
         return InvalidInput(
@@ -214,7 +220,7 @@ def no_items_error(field: str, item: str, too_long: OmissionCounter, key: str) -
 
 
 def require_tokens(ids: Sequence[int], where: str, field: str) -> None:
-    """Raise InvalidInput, naming `field`, if the prompt at `where` has no tokens."""
+    """Raise InvalidInput, with `field`, if `ids` is empty. `where`: the row of the prompt."""
     if not ids:
         raise InvalidInput(
             f"the prompt of {where} has no tokens",
@@ -224,23 +230,24 @@ def require_tokens(ids: Sequence[int], where: str, field: str) -> None:
 
 
 class ItemsOfSteps(Protocol[Item]):
-    """Returns the items of each step, a pure function of the step.
+    """Selects the training items of each step. The items depend only on the step.
 
-    epoch_size: see the function `epoch_size`.
+    epoch_size: the number of items in one epoch; see the function `epoch_size`.
     """
 
     epoch_size: int
 
     def of_step(self, step: int, count: int) -> list[Item]:
-        """Return the `count` items of `step` (from 1), independent of earlier calls."""
+        """Return the `count` items of `step` (from 1); earlier calls do not change the result."""
 
 
 class PromptSet(Generic[Item]):
     """Prompts or other items, in an order fixed by the seed; each epoch has a new permutation.
 
-    A record is tokenized when a step first needs it. Records without an item, such as long records,
-    are skipped in every epoch, and the next records take their place. The table knows which of the
-    records that were tokenized before are skipped, so any step takes the same time.
+    A record is tokenized when a step first needs it. Some records have no item, such as a prompt
+    that is too long. They are skipped in every epoch, and the next records replace them. The table
+    stores which tokenized records are skipped, so selecting the items of a late step takes no
+    longer than those of an early step.
     """
 
     def __init__(self, table: RecordTable[Item], rows: Indices | None, seed: int) -> None:
@@ -254,31 +261,31 @@ class PromptSet(Generic[Item]):
         self._stream = self._iterate_from(0)
 
     def has_items(self) -> bool:
-        """Return whether any record has an item. Without an item, do not use the set."""
+        """Return whether at least one record has an item. Do not use a set without items."""
         return any(self._table.is_used(self._row(index)) for index in self._order(0))
 
     def _order(self, epoch: int) -> Indices:
-        """Return the order of an epoch, as indices of rows of the set."""
+        """Return the order of an epoch, as indices (from 0) within the set."""
         return permutation(self._size, self._seed, epoch, self._table.directory)
 
     def _row(self, index: int) -> int:
-        """Return the row of the table with an index (from 0) in the set."""
+        """Return the row number in the table of the record with this index (from 0) in the set."""
         return int(index if self._rows is None else self._rows[index])
 
     def _states(self, indices: Indices) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return whether the rows with these indices are used, and whether this is known."""
+        """Return two masks: which records have an item, and for which records this is known."""
         return self._table.states_of(indices if self._rows is None else self._rows[indices])
 
     def of_step(self, step: int, count: int) -> list[Item]:
-        """Return the `count` items of `step` (from 1), independent of earlier calls.
+        """Return the `count` items of `step` (from 1); earlier calls do not change the result.
 
-        Tokenizes those records of earlier steps that were never tokenized with these settings,
-        because some may be left out.
+        The number of skipped records before this step must be known. Records of earlier steps that
+        were never tokenized with these settings are therefore tokenized first.
         """
         return self.items_from((step - 1) * count, count)
 
     def items_from(self, first: int, count: int) -> list[Item]:
-        """Return `count` items from number `first` (from 0) on, as `of_step` does."""
+        """Return `count` items, starting with the item of number `first` (from 0)."""
         skipped_count = first - self._next_number
         # A short skip advances the stream; a new stream skips records and full epochs at once.
         if not 0 <= skipped_count < _MAX_SKIP:
@@ -292,7 +299,10 @@ class PromptSet(Generic[Item]):
         return items
 
     def _iterate_from(self, first: int) -> Iterator[int]:
-        """Yield the rows of all epochs from item `first` on; the set must not be empty."""
+        """Yield the table rows with an item, epoch after epoch, starting with item number `first`.
+
+        The set must have an item. Otherwise the iteration does not end.
+        """
         epoch = 0
         if first and (used_count := self._count_used()):
             epoch, first = divmod(first, used_count)
@@ -312,7 +322,7 @@ class PromptSet(Generic[Item]):
                     yield row
 
     def _count_used(self) -> int:
-        """Return the number of rows with an item; 0 if it is not known."""
+        """Return the number of records with an item; 0 if the state of a record is not known."""
         count = 0
         for start in range(0, self._size, _CHUNK_ROWS):
             is_used, is_known = self._states(np.arange(start, min(start + _CHUNK_ROWS, self._size)))
@@ -322,9 +332,10 @@ class PromptSet(Generic[Item]):
         return count
 
     def _skip_known(self, order: Indices, first: int) -> tuple[int, int]:
-        """Return how many rows of an epoch to skip, and how many of them have an item.
+        """Return how many records of an epoch to skip, and how many of these have an item.
 
-        The skipped rows have at most `first` items. Only rows with a known state are skipped.
+        At most `first` of the skipped records have an item. Records are skipped up to the first one
+        for which it is not known whether it has an item.
         """
         passed = 0
         for start in range(0, self._size, _CHUNK_ROWS):
@@ -347,19 +358,20 @@ class PromptSet(Generic[Item]):
 
 
 class MixedSets(Generic[Item]):
-    """Several sets; each has its share of the items of every step.
+    """Several prompt sets that share the items of every step in fixed proportions.
 
-    Shares are met as closely as integers allow, over any range of steps (`data/order.py`).
+    In every range of steps, the number of items of each set is as close to its share as integers
+    allow (`data/order.py`).
     """
 
     def __init__(self, sets: Sequence[PromptSet[Item]], shares: Sequence[Fraction]) -> None:
-        """`shares` has the share of each set; the shares are positive and have the sum 1."""
+        """`shares`: the share of each set, positive, with the sum 1."""
         self._sets = sets
         self._shares = shares
         self.epoch_size = 0
 
     def of_step(self, step: int, count: int) -> list[Item]:
-        """Return the `count` items of `step` (from 1), independent of earlier calls."""
+        """Return the `count` items of `step` (from 1); earlier calls do not change the result."""
         first = (step - 1) * count
         sources = assign_sets(self._shares, first, count)
         items_of_sets = [
@@ -382,12 +394,16 @@ def prompt_encoding(
     vision_teachers: Collection[str] = (),
     model_ids: ModelIds = ALL_IDS,
 ) -> tuple[RecordReader, Encoder[Prompt]]:
-    """Return a reader of the job's records, and an encoder of records as prompts.
+    """Return a reader of the job's records, and an encoder that converts records to prompts.
 
-    Prompts of more than `max_tokens` tokens are skipped and counted. With `with_fields`, all
-    columns of the records are kept. `reader` reads the images, if the job has images.
-    `vision_teachers` are the names of the teachers that accept images. Raises InvalidInput if the
-    chat template does not suit the prompts.
+    - max_tokens: prompts with more tokens are skipped and counted.
+    - teachers: the names of the job's teachers; empty if it has one.
+    - with_fields: keep all columns of the records.
+    - reader: reads the images, if the job has images.
+    - vision_teachers: the names of the teachers that accept images.
+    - model_ids: the token ids of the model.
+
+    Raises InvalidInput if the chat template does not suit the prompts.
     """
     check_chat_template(data.prompt_format, template_text(tokenizer.chat_template))
     encoder = _PromptEncoder(data.prompt_format, tokenizer, max_tokens, reader, model_ids)
@@ -399,9 +415,9 @@ def load_prompts(
 ) -> tuple[ItemsOfSteps[Prompt], list[Prompt]]:
     """Return the training prompts and the held-out prompts. `options`: see `prompt_encoding`.
 
-    Raises InvalidInput as `load_items` and `prompt_encoding` do. Also raises InvalidInput if a
-    prompt has no tokens, has a token that is not in `model_ids`, or names a teacher that is not in
-    `teachers` (unless `teachers` is empty).
+    Raises InvalidInput for the reasons of `load_items` and `prompt_encoding`, and if a prompt has
+    no tokens, if a prompt has a token that is not in `model_ids`, or if `teachers` is not empty and
+    does not contain the teacher of a prompt.
     """
     warn_of_date(data.prompt_format, template_text(tokenizer.chat_template))
     return load_items(*prompt_encoding(data, tokenizer, **options), held_out=held_out, seed=seed)
@@ -427,20 +443,23 @@ def data_sets(reader: RecordReader) -> list[tuple[RecordReader, DataSet]]:
 def surveyed_rows(
     data: DataConfig, count: int, seed: int, directory: Path | None = None
 ) -> list[int]:
-    """Return the rows (from 0) of a data set of `count` rows that decide whether it can be used.
+    """Return the row numbers (from 0) that are checked to decide whether a data set can be used.
 
-    The preview counts the same rows: all rows, or a sample of SURVEY rows in their order. For
-    `directory`, see `permutation`.
+    `count` is the number of rows of the data set. The result is all rows if there are at most
+    SURVEY, otherwise a sample of SURVEY rows in ascending order; for data with images, the limit is
+    SURVEY_WITH_IMAGES. The preview checks the same rows. `directory`: see `permutation`.
     """
     limit = SURVEY_WITH_IMAGES if data.image_column else SURVEY
     return sorted(permutation(count, seed, -2, directory)[:limit].tolist())
 
 
 def epoch_size(data: DataConfig, used: int, held_out: int) -> int:
-    """Return the number of items in one pass over the training records of `data.path`.
+    """Return the number of items of all data sets in one pass over the records of `data.path`.
 
-    `used`: records with an item (`estimate_used`). `held_out`: items of the evaluation. With
-    `data.mix`, the items of the other data sets in the same steps count too.
+    - used: the number of records of `data.path` with an item, see `estimate_used`.
+    - held_out: the number of items of the evaluation.
+
+    With `data.mix`, the result includes the items of the other data sets in these steps.
     """
     return round(max(used - (0 if data.eval_path else held_out), 1) / data.shares[0])
 
@@ -450,12 +469,14 @@ def load_items(
 ) -> tuple[ItemsOfSteps[Item], list[Item]]:
     """Return the training items and the held-out items.
 
-    Reads all records, and tokenizes only the held-out records. Held-out items come from
-    `data.eval_path` if this key is set, otherwise from `data.path`. Training items come from
-    `data.path`, mixed with items from `data.mix`.
+    The held-out items come from `data.eval_path` if this key is set, otherwise from `data.path`.
+    The training items come from `data.path`, mixed with items from `data.mix`. All records are read
+    and checked. Only the held-out records, the `surveyed_rows` and the doubtful records are
+    tokenized.
 
-    Raises InvalidInput if a file or column is missing, a record cannot be used, no record is left,
-    or more than `data.max_left_out` of the `surveyed_rows` of a data set are skipped.
+    Raises InvalidInput if a file or column is missing, if a record cannot be used, if no record is
+    left, or if more than the share `data.max_left_out` of the `surveyed_rows` of a data set is
+    skipped.
     """
     data = reader.data
     tables = {
@@ -495,7 +516,10 @@ def load_items(
 def _open_table(
     data_set: DataSet, reader: RecordReader, encoder: Encoder[Item], seed: int
 ) -> RecordTable[Item]:
-    """Return the checked records of a data set. Raises InvalidInput as `load_items` does."""
+    """Check the records of a data set, and return its table.
+
+    Raises InvalidInput for the reasons that `load_items` lists.
+    """
     table = RecordTable(data_set, reader, encoder, seed)
     rows = surveyed_rows(reader.data, len(table), seed, table.directory)
     reasons = table.check(rows)

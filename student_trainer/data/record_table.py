@@ -1,4 +1,4 @@
-"""The records of one data set of a job: checked once, and encoded when a step needs them."""
+"""Checks the records of one data set once, and encodes each record when a step needs it."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _IRRELEVANT = {"path", "name", "split", "mix", "eval_path", "max_left_out"}
 
 
 class OmissionCounter:
-    """Counts the records skipped for one reason, and logs the count at 1, 2, 4, 8, ...
+    """Counts the records that are skipped for one reason, and logs the count at 1, 2, 4, 8, ...
 
-    shortest: number of tokens of the shortest counted record; 0 if it is unknown, or none is
-    counted.
+    shortest: number of tokens of the shortest skipped record; 0 if the lengths are unknown or no
+    record was skipped.
     """
 
     def __init__(self, description: str) -> None:
-        """`description`: the records, for the message, such as "prompts that are too long"."""
+        """`description`: the skipped records in words, such as "prompts that are too long"."""
         self.description = description
         self.count = 0
         self.shortest = 0
@@ -57,21 +57,22 @@ class Encoder(Protocol[Encoded]):
 
     @property
     def omissions(self) -> Sequence[OmissionCounter]:
-        """The counts of the records without an item, by reason."""
+        """The counters of the skipped records, one for each reason."""
 
     @property
     def settings(self) -> Sequence[object]:
-        """Everything that decides which records have an item, as JSON values."""
+        """All settings that decide which records have an item, as JSON values."""
 
     def is_doubtful(self, record: PromptRecord) -> bool:
-        """Return whether `encode` might refuse the record. Such records are encoded before
-        training.
+        """Return whether `encode` may raise InvalidInput for the record.
+
+        Doubtful records are encoded before training starts.
         """
 
     def encode(self, record: PromptRecord, field: str) -> Encoded | None:
         """Return the item of a record; None if the record is skipped.
 
-        Raises InvalidInput, naming `field`, if the record cannot be used.
+        Raises InvalidInput, with the job key `field`, if the record cannot be used.
         """
 
     def no_items_error(self, field: str) -> InvalidInput:
@@ -81,7 +82,10 @@ class Encoder(Protocol[Encoded]):
 def encode_or_omit(
     encoder: Encoder[Item], record: PromptRecord, field: str
 ) -> tuple[Item | None, str]:
-    """Return the item of a record and "", or None and the reason; raises as `encode`."""
+    """Return (item, "") for a record with an item, otherwise (None, reason for skipping it).
+
+    Raises InvalidInput if the record cannot be used.
+    """
     counts = [omission.count for omission in encoder.omissions]
     item = encoder.encode(record, field)
     reasons = [
@@ -93,25 +97,25 @@ def encode_or_omit(
 
 
 def estimate_used(records: int, surveyed: int, left_out: int) -> int:
-    """Estimate how many of `records` have an item: `left_out` of the `surveyed` records have none.
+    """Estimate how many of `records` records have an item.
 
-    The result is exact if all records were surveyed. Otherwise the same share of the other records
-    is assumed to have no item.
+    In a sample of `surveyed` records, `left_out` records have no item. The estimate applies the
+    share of the sample to all records. It is exact if the sample is all records.
     """
     return round(records * (surveyed - left_out) / max(surveyed, 1))
 
 
 class RecordTable(Generic[Item]):
-    """The records of a data set, by row (from 0). The memory does not grow with their number.
+    """The records of a data set, by row number (from 0). Memory use does not grow with their count.
 
-    directory: of the cached records; None without a cache.
-    used_count: the number of records with an item, after `check`; see `estimate_used`.
+    - directory: the folder of the cached records; None without a cache.
+    - used_count: the number of records with an item, set by `check`; see `estimate_used`.
     """
 
     def __init__(
         self, data_set: DataSet, reader: RecordReader, encoder: Encoder[Item], seed: int
     ) -> None:
-        """`seed`: selects the records that `check` encodes."""
+        """`seed`: the seed by which the rows for `check` were selected."""
         self.field = data_set.field
         self._folder = Path(data_set.path).parent
         self._reader = reader
@@ -128,10 +132,10 @@ class RecordTable(Generic[Item]):
         return len(self._records)
 
     def check(self, rows: Sequence[int]) -> Counter[str]:
-        """Check all records, and return the reasons why some of `rows` are left out.
+        """Check all records, and return how many of `rows` are skipped for each reason.
 
-        The result is stored with the records, so that later attempts and other processes do not
-        check again. Raises InvalidInput at a record that cannot be used.
+        The result is stored with the records. Later attempts and other processes read it and do not
+        check again. Raises InvalidInput if a record cannot be used.
         """
         key = hashlib.sha256(json.dumps([self._key, len(rows), self._seed]).encode()).hexdigest()
         with self._records.locked():
@@ -154,7 +158,7 @@ class RecordTable(Generic[Item]):
         return Counter(reason for row in rows if (reason := self.encode(row)[1]))
 
     def item(self, row: int) -> Item | None:
-        """Return the item of a record; None if the record is left out."""
+        """Return the item of a record; None if the record is skipped."""
         if row not in self._items and self._states.values[row] == States.LEFT_OUT:
             return None
         return self.encode(row)[0]
@@ -166,13 +170,13 @@ class RecordTable(Generic[Item]):
         return self.item(row) is not None
 
     def states_of(self, rows: Indices) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return whether each of `rows` is used, and whether this is known."""
+        """Return two masks: which of `rows` have an item, and for which of `rows` this is known."""
         states = self._states.values[rows]
         is_used = states == States.USED
         return is_used, is_used | (states == States.LEFT_OUT)
 
     def encode(self, row: int) -> tuple[Item | None, str]:
-        """Return the item of a record and "", or None and the reason why it is left out."""
+        """Return (item, "") for a record with an item, otherwise (None, reason for skipping it)."""
         if row not in self._items:
             where, record = self._records[row]
             self._encode_record(row, self._reader.build_record(record, where, self._folder))
@@ -194,7 +198,10 @@ class RecordTable(Generic[Item]):
         return self._encoder.no_items_error(self.field)
 
     def _settings_key(self) -> str:
-        """Return a digest of the settings of the checks; "" if the checks also read image files."""
+        """Return a digest of all settings that affect the check; "" if the records have images.
+
+        With images, the result of the check also depends on files, so it must not be stored.
+        """
         reader = self._reader
         if reader.data.image_column is not None:
             return ""

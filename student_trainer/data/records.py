@@ -19,14 +19,14 @@ from student_trainer.data.images import Source
 class PromptRecord:
     """A record of the data before tokenization.
 
-    - conversation: may end with the assistant's answer.
-    - text: the prompt for rewards, before the template.
+    - conversation: the messages; the last may be the assistant's answer.
+    - text: the text of the prompt before the chat template is applied, for rewards.
     - answer: the reference answer, "" if there is none.
-    - teacher: the name of its teacher, "" if the job has only one teacher.
-    - weight: the weight of its sequences in the loss.
-    - fields: all columns, if the reader keeps them.
-    - where: the row, for messages.
-    - images: the files, or the encoded images.
+    - teacher: the name of the teacher of the record, "" if the job has only one teacher.
+    - weight: the weight in the loss of the record's sequences.
+    - fields: all columns of the record; empty without `RecordReader.with_fields`.
+    - where: the file and row, for error messages.
+    - images: the path of each image file, or the encoded image as bytes.
     """
 
     conversation: Conversation
@@ -43,11 +43,11 @@ class PromptRecord:
 class RecordReader:
     """Reads the data sets of one job.
 
-    - teachers: the allowed teacher names; if empty, the column is not read.
+    - teachers: the allowed teacher names; if empty, the column of teachers is not read.
     - with_fields: keep all columns.
-    - needs_answers: refuse a text prompt without an answer; a conversation ends with its last
-      answer.
-    - needs_questions: refuse a conversation without a message before this answer.
+    - needs_answers: the records must have an answer. A text prompt without an answer is refused. A
+      conversation is cut after its last answer.
+    - needs_questions: refuse a conversation that has no message before its last answer.
     - vision_teachers: names of the teachers that accept images.
     """
 
@@ -60,7 +60,7 @@ class RecordReader:
 
     @property
     def columns(self) -> list[str]:
-        """The columns that are read; empty: all."""
+        """The names of the columns to read; empty if all columns are read."""
         if self.with_fields:
             return []
         columns = [*self.data.prompt_format.columns, self.data.answer_column]
@@ -71,7 +71,11 @@ class RecordReader:
         return columns
 
     def build_record(self, record: Mapping[str, Any], where: str, folder: Path) -> PromptRecord:
-        """Check a row of the data in `folder`. Raises InvalidInput if the row cannot be used."""
+        """Check a row of the data, and return it as a PromptRecord.
+
+        `folder`: the folder of the data file, for relative image paths. Raises InvalidInput if the
+        row cannot be used.
+        """
         data, prompt_format = self.data, self.data.prompt_format
         conversation = prompt_format.conversation(record, where)
         if self.needs_answers and prompt_format.messages_column is not None:
@@ -105,7 +109,7 @@ class RecordReader:
     def _select_fields(
         self, record: Mapping[str, Any], images: Sequence[Source]
     ) -> Mapping[str, Any]:
-        """Return the columns for rewards, without the bytes of images."""
+        """Return the columns that rewards receive, without the bytes of images."""
         if not self.with_fields:
             return {}
         if not any(isinstance(image, bytes) for image in images):
@@ -115,7 +119,7 @@ class RecordReader:
     def _image_sources(
         self, record: Mapping[str, Any], where: str, folder: Path
     ) -> tuple[Source, ...]:
-        """Return the images of a record. Relative paths refer to `folder`."""
+        """Return the images of a record. Relative paths start at `folder`."""
         column = self.data.image_column
         sources = () if column is None else images_of(record, column, where)
         return tuple(

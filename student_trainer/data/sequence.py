@@ -1,4 +1,4 @@
-"""A token sequence for training, stored or sampled (a rollout)."""
+"""A token sequence for training: either stored or sampled (a rollout)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from student_trainer.data.images import SequenceImages
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """token_ids [T] int64 on the CPU; the tokens from index `start` (at least 1) on are learned.
+    """A sequence of tokens, of which the tokens from index `start` on are learned.
 
-    weight: multiplies the loss of the sequence. images: the images of the prompt; None without
-    images.
+    - token_ids [T] int64: on the CPU.
+    - start: index of the first learned token, at least 1.
+    - weight: factor of the loss of the sequence.
+    - images: the images of the prompt; None without images.
     """
 
     token_ids: Tensor
@@ -29,14 +31,14 @@ class TokenSequence:
 
     @property
     def completion(self) -> Tensor:
-        """The token ids from `start` on, [T - start] int64."""
+        """The token ids from index `start` to the end, [T - start] int64."""
         return self.token_ids[self.start :]
 
     @property
     def places(self) -> Tensor:
-        """Positions in `token_ids` of the learned tokens, [learned] int64, at least `start`.
+        """Positions of the learned tokens in `token_ids`, [learned] int64, each at least `start`.
 
-        The loss has a term for each learned token, and none for other tokens.
+        The loss has one term for each learned token, and no term for other tokens.
         """
         return torch.arange(self.start, len(self.token_ids))
 
@@ -48,8 +50,8 @@ class TokenSequence:
     def learned_rows(self, rows: RowBlock) -> RowBlock:
         """Return the rows of the learned tokens.
 
-        `rows`: rows of the whole completion, or only of the learned tokens; the latter are returned
-        unchanged.
+        `rows`: either the rows of all completion tokens, or already the rows of the learned tokens,
+        which are returned unchanged.
         """
         if len(rows) == self.learned:
             return rows
@@ -58,23 +60,27 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class MaskedSequence(TokenSequence):
-    """A sequence of which only some tokens from `start` on are learned; mask [T - start] bool."""
+    """A sequence of which only some tokens from index `start` on are learned.
+
+    mask [T - start] bool: True for learned tokens.
+    """
 
     mask: Tensor
 
     @property
     def places(self) -> Tensor:
-        """Positions in `token_ids` of the learned tokens, [learned] int64."""
+        """Positions of the learned tokens in `token_ids`, [learned] int64."""
         return super().places[self.mask]
 
 
 @dataclass(frozen=True)
 class TailDraws:
-    """M ids for each of L tokens, drawn by the sampling policy mu from its tail, outside the head.
+    """M ids for each of L tokens. The sampling policy mu drew them from its tail, outside the head.
 
-    ids [L, M] int32. logprobs [L, M]: log-prob in nats with which each id was drawn, log mu(z)
-    minus the log of mu's tail mass; +inf: a placeholder, to be ignored, because the tail was empty
-    or an environment wrote the token. float32 in a rollout.
+    - ids [L, M] int32: the drawn ids.
+    - logprobs [L, M]: the log-prob in nats with which each id z was drawn: log mu(z) minus the log
+      of mu's tail mass. +inf marks a placeholder that must be ignored: the tail was empty, or an
+      environment wrote the token. float32 in a rollout.
     """
 
     ids: Tensor
@@ -85,7 +91,7 @@ class TailDraws:
 
     @classmethod
     def joined(cls, parts: Sequence[TailDraws]) -> TailDraws:
-        """Concatenate the draws of at least one part."""
+        """Return the concatenation of `parts`, at least one."""
         return cls(
             torch.cat([part.ids for part in parts]), torch.cat([part.logprobs for part in parts])
         )
@@ -93,14 +99,16 @@ class TailDraws:
 
 @dataclass(frozen=True)
 class Rollout(TokenSequence):
-    """A prompt and one sampled completion. Index i of its tensors is token `start + i`; on the CPU.
+    """A prompt and one sampled completion.
+
+    The tensors are on the CPU. Index i of the following tensors belongs to token `start + i`:
 
     - head_ids [T - start, k] int32: the top-k ids of the sampling policy.
-    - token_logprobs [T - start] float32: its log-probs of the tokens, in nats.
-    - own [T - start] bool: True for tokens that the student sampled; None if it sampled all. Tokens
-      that an environment wrote are inputs but are not learned; their head ids and log-probs are
-      placeholders.
-    - draws: L = T - start; None if the sampler drew none.
+    - token_logprobs [T - start] float32: log-probs in nats of the tokens under the sampling policy.
+    - own [T - start] bool: True for tokens that the student sampled; None if it sampled all. The
+      other tokens were written by an environment. They are inputs of the model but are not learned,
+      and their head ids and log-probs are placeholders.
+    - draws: ids drawn from the tail, with L = T - start; None if the sampler drew none.
     """
 
     head_ids: Tensor
