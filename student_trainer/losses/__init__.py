@@ -1,8 +1,8 @@
-"""Losses as pure functions of rows, so that each can be tested against its formula.
+"""Losses as pure functions of rows. A test can compare each loss with its formula.
 
 Shapes: N tokens, K head ids, M tail samples, V vocabulary. A loss returns one value per token, [N];
-a KL is in nats. The caller applies masks and token weights, and divides once by the global token
-count.
+a KL is in nats. The caller applies masks and token weights, and divides the sum once by the number
+of tokens of all processes.
 """
 
 from student_trainer.losses.advantages import (

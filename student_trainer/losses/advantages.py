@@ -1,4 +1,4 @@
-"""Advantages of tokens: from a group of answers, from a critic (GAE), or from a KL to a teacher."""
+"""Computes token advantages: from a group of answers, a critic (GAE), or a KL to a teacher."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from student_trainer.losses.topk import topk_kl
 def group_advantages(rewards: Tensor, *, scale_by_std: bool) -> Tensor:
     """Return the advantage (R - mean) / (std + 1e-6) of each answer within its group, [G, n].
 
-    `rewards` [G, n]: the rewards of n answers to each of G prompts; NaN if an answer has none. An
-    answer without a reward is excluded from the mean and the std of its group, and its advantage is
-    0. All advantages of a group with equal rewards are 0.
+    - rewards [G, n]: the rewards of n answers to each of G prompts; NaN if an answer has none. The
+      mean and the std of a group ignore this answer, and its advantage is 0.
+    - scale_by_std: False omits the division by the std, as in Dr. GRPO (arXiv 2503.20783).
 
-    The std is the sample standard deviation (n - 1), as in implementations of GRPO (arXiv
-    2402.03300). `scale_by_std=False` omits the division, as in Dr. GRPO (arXiv 2503.20783).
+    If all rewards of a group are equal, its advantages are 0. The std is the sample standard
+    deviation (n - 1), as in implementations of GRPO (arXiv 2402.03300).
     """
     has_reward = rewards.isfinite()
     count = has_reward.sum(1, keepdim=True)
@@ -34,10 +34,10 @@ def group_advantages(rewards: Tensor, *, scale_by_std: bool) -> Tensor:
 
 
 def flat_groups(rewards: Tensor) -> Tensor:
-    """Return which groups of `rewards` [G, n] have only equal rewards, [G] bool.
+    """Return a mask [G] that is True for groups of `rewards` [G, n] whose rewards are all equal.
 
-    The advantages of such a group are 0, so it has no policy gradient. NaN rewards are ignored; a
-    group without any reward is flat.
+    The advantages of these groups are 0, so they have no policy gradient. NaN rewards are ignored.
+    A group without any reward is also marked True.
     """
     has_reward = rewards.isfinite()
     highest = torch.where(has_reward, rewards, -torch.inf).amax(1)
@@ -46,10 +46,10 @@ def flat_groups(rewards: Tensor) -> Tensor:
 
 
 def reward_at_last_token(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """Place the reward of each answer, [S], at its last token: rewards of tokens, [N].
+    """Return the rewards of all tokens, [N]: the answer's reward at its last token, 0 elsewhere.
 
-    `lengths` [S]: the number of tokens of each answer, at least 1; N is their sum. The rewards of
-    all other tokens are 0.
+    - rewards [S]: the reward of each answer.
+    - lengths [S]: the number of tokens of each answer, at least 1; N is their sum.
     """
     token_rewards = rewards.new_zeros(int(lengths.sum()))
     return token_rewards.index_put_((lengths.cumsum(0) - 1,), rewards)
@@ -64,9 +64,12 @@ def gae(
         delta_t = r_t + gamma V_(t+1) - V_t
         A_t = delta_t + gamma lam A_(t+1),  target_t = A_t + V_t
 
-    `rewards` [N]: the reward of each token. `values` [N]: the critic's value before each token.
-    `sequence` [N]: the index of each token's answer; the tokens of an answer are adjacent and in
-    order. After the last token of an answer, V and A are 0. No gradient.
+    - rewards [N]: the reward r of each token.
+    - values [N]: the critic's value V before each token.
+    - sequence [N]: the index of the answer of each token. The tokens of an answer are adjacent and
+      in order.
+
+    After the last token of an answer, V and A are 0. No gradient.
     """
     delta = rewards + gamma * _values_ahead(values, sequence, 1) - values
     # Doubling: each iteration doubles the number of deltas in an advantage, so log2(N) vector
@@ -79,7 +82,10 @@ def gae(
 
 
 def _values_ahead(values: Tensor, sequence: Tensor, offset: int) -> Tensor:
-    """Return the value `offset` tokens later in the same sequence, 0 if there is none, [N]."""
+    """Return for each token the value `offset` tokens later in its sequence, [N].
+
+    The value is 0 after the end of the sequence.
+    """
     shifted = torch.zeros_like(values)
     shifted[:-offset] = torch.where(sequence[:-offset] == sequence[offset:], values[offset:], 0)
     return shifted
@@ -87,15 +93,17 @@ def _values_ahead(values: Tensor, sequence: Tensor, offset: int) -> Tensor:
 
 @torch.no_grad()
 def kl_reward(student: Rows, teacher: Rows, draw_logprobs: Tensor | None = None) -> Tensor:
-    """Return minus the sampled reverse KL plus a baseline, as an advantage per token, [N] in nats.
+    """Return an advantage per token: minus the sampled reverse KL, plus a baseline, [N] in nats.
 
         A = -(log p(y) - log q(y)) + baseline
 
-    The policy gradient with this advantage has the mean -grad KL(p||q), where p and q are the
-    distributions of the token ("On-Policy Distillation", Thinking Machines). The baseline is the
-    Top-k KL with tail `bucket` (vOPD), or `bucket+draws` if `draw_logprobs` [N, M] is given (see
-    `topk_kl`): an unbiased estimate of the KL. Neither depends on y, so the baseline leaves the
-    mean unchanged, and it removes most of the variance. No gradient.
+    p and q are the distributions of the student and the teacher. The policy gradient with this
+    advantage has the mean -grad KL(p||q) ("On-Policy Distillation", Thinking Machines).
+
+    The baseline is an estimate of the KL that does not depend on y. It leaves the mean of the
+    gradient unchanged and removes most of its variance. It is the Top-k KL with tail `bucket`
+    (vOPD), or, if `draw_logprobs` [N, M] is given, the unbiased estimate with tail `bucket+draws`
+    (see `topk_kl`). No gradient.
     """
     baseline = topk_kl(
         student,

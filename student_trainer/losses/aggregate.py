@@ -1,7 +1,7 @@
 """Token weights: a loss is a weighted sum over tokens, divided by a global sum of weights.
 
-- token-mean: every token has weight 1, so long answers count more
-- seq-mean-token-mean: every answer has weight 1, divided equally among its tokens
+- token-mean: every token has weight 1, so long answers have more influence than short ones.
+- seq-mean-token-mean: every answer has weight 1, divided equally among its tokens.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ Aggregate = Literal["token-mean", "seq-mean-token-mean"]
 def sequence_weights(lengths: Tensor, included: Tensor, aggregate: Aggregate) -> Tensor:
     """Return the weight of each sequence, [S] float64.
 
-    The loss is divided by the sum of these weights over all processes. `lengths` [S]: number of
-    learned tokens (tokens with a term in the loss) of each sequence. `included` [S] bool: False for
-    a masked answer, whose weight is 0, so it counts neither in the loss nor in the divisor.
+    - lengths [S]: number of learned tokens (tokens with a term in the loss) of each sequence.
+    - included [S] bool: False for a masked answer. Its weight is 0.
+
+    The loss is divided by the sum of these weights over all processes.
     """
     match aggregate:
         case "token-mean":
@@ -35,14 +36,17 @@ def sequence_weights(lengths: Tensor, included: Tensor, aggregate: Aggregate) ->
 def token_weights(lengths: Tensor, included: Tensor, aggregate: Aggregate) -> Tensor:
     """Return the weight of each token, [N] float32, sequence after sequence.
 
-    N is the sum of `lengths`. Arguments as in `sequence_weights`.
+    N is the sum of `lengths`. The arguments are described in `sequence_weights`.
     """
     answer_token_weights = sequence_weights(lengths, included, aggregate) / lengths.clamp(min=1)
     return answer_token_weights.float().repeat_interleave(lengths)
 
 
 def weight_loss(loss: LossFunction, weights: Tensor | None) -> LossFunction:
-    """Return `loss` times `weights` [N], one for each row of the batch; None: all are 1."""
+    """Return a loss function that multiplies the result of `loss` by `weights`.
+
+    `weights` [N]: one weight for each row of the batch; None if all are 1.
+    """
     if weights is None:
         return loss
 

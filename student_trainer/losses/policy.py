@@ -1,22 +1,23 @@
 """The clipped policy gradient of PPO and GRPO, with a ratio per token or per sequence.
 
-A is the advantage, p the student, p_old the student before the first update of the step (PPO, arXiv
-1707.06347, equation 7; GRPO, arXiv 2402.03300; two clip bounds: DAPO, arXiv 2503.14476):
+A is the advantage, p the student, and p_old the student before the first update of the step. The
+loss of PPO (arXiv 1707.06347, equation 7) and GRPO (arXiv 2402.03300), with two clip bounds (DAPO,
+arXiv 2503.14476), is:
 
     rho = p(y) / p_old(y)
     loss = -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)
 
-A third bound (dual clip, arXiv 1912.09729, equation 5) limits the loss where A < 0: the ratio is at
-most dual_clip there.
+A third bound (dual clip, arXiv 1912.09729, equation 5) limits the loss where A < 0: the ratio there
+is at most dual_clip.
 
 p_old may differ from the policy mu that sampled y, because of older weights, another precision or
-another program. The clip bounds the distance of updates from p_old. The weight p_old(y)/mu(y) of
-`off_policy.py` corrects for sampling from mu (decoupled PPO, arXiv 2110.00641, equation 2).
+another program. The clip limits how far the updates move away from p_old. The weight p_old(y)/mu(y)
+of `off_policy.py` corrects for sampling from mu (decoupled PPO, arXiv 2110.00641, equation 2).
 
-The ratio of a sequence (GSPO, arXiv 2507.18071) is the geometric mean of the ratios of its tokens,
-in the form that the paper calls "GSPO-token". If all tokens of a sequence have the same advantage
-and weight, its gradient is that of the sequence ratio. Otherwise each token is still credited with
-its own advantage.
+GSPO (arXiv 2507.18071) has one ratio per sequence: the geometric mean of the ratios of its tokens.
+This module uses the form that the paper calls "GSPO-token". If all tokens of a sequence have the
+same advantage and weight, the gradient equals the gradient of the sequence ratio. Otherwise each
+token still has its own advantage.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from student_trainer.losses.rows import HIGHEST_LOG_RATIO, LOWEST_LOGPROB
 
 
 def token_log_ratio(token_logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """Return log rho = log p(y) - log p_old(y) of each token, [N] in nats; also for mu as p_old.
+    """Return log rho = log p(y) - log p_old(y) of each token, [N] in nats.
 
-    Both arguments: log-probs [N] of the sampled tokens, clamped to at least LOWEST_LOGPROB. The
-    gradient flows through `token_logprobs` only.
+    The second policy may also be mu instead of p_old. Both arguments are log-probs [N] of the
+    sampled tokens; values below LOWEST_LOGPROB are raised to it. The gradient flows through
+    `token_logprobs` only.
     """
     log_p = token_logprobs.clamp(min=LOWEST_LOGPROB)
     return log_p - other_logprobs.detach().clamp(min=LOWEST_LOGPROB)
@@ -42,9 +44,9 @@ def token_log_ratio(token_logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
 def sequence_log_ratio(token_logprobs: Tensor, old_logprobs: Tensor, sequence: Tensor) -> Tensor:
     """Return for each token the mean of log rho over the token's sequence, [N] in nats.
 
-    `sequence` [N] int64: the index of each token's sequence, less than N. All tokens of a sequence
-    must be in the call, so the rows must come from `fused_linear_rows`. The gradient of a value is
-    the gradient of the log-prob of the same token.
+    `sequence` [N] int64: the index of each token's sequence, less than N. A call needs all tokens
+    of a sequence, so the rows must come from `fused_linear_rows`. The gradient of the value of a
+    token is the gradient of the log-prob of this token.
     """
     token_ratios = token_log_ratio(token_logprobs, old_logprobs)
     gradient_term = token_ratios - token_ratios.detach()
@@ -65,9 +67,11 @@ def clipped_surrogate(
 ) -> Tensor:
     """Return the clipped loss of each token, [N]; the gradient of a clipped token is exactly 0.
 
-    `log_ratio` [N]: of `token_log_ratio` or `sequence_log_ratio`. `advantages` [N]: no gradient
-    flows through them. The ratio is clipped to [1 - clip_low, 1 + clip_high], and where the
-    advantage is negative to at most `dual_clip`, which is above 1.
+    - log_ratio [N]: the result of `token_log_ratio` or `sequence_log_ratio`.
+    - advantages [N]: no gradient flows through them.
+    - clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
+    - dual_clip: where the advantage is negative, the ratio is at most `dual_clip`, which is above
+      1.
     """
     advantages = advantages.detach()
     ratio = log_ratio.clamp(max=HIGHEST_LOG_RATIO).exp()
@@ -91,10 +95,11 @@ def is_clipped(
     clip_high: float,
     dual_clip: float = math.inf,
 ) -> Tensor:
-    """Return which tokens are clipped, [N] bool.
+    """Return a mask [N] that is True for clipped tokens.
 
-    A token is clipped if its advantage is positive and its ratio above 1 + clip_high, or if its
-    advantage is negative and its ratio below 1 - clip_low or above `dual_clip`.
+    A token is clipped in three cases: its advantage is positive and its ratio above 1 + clip_high;
+    its advantage is negative and its ratio below 1 - clip_low; or its advantage is negative and its
+    ratio above `dual_clip`.
     """
     ratio = log_ratio.clamp(max=HIGHEST_LOG_RATIO).exp()
     above = (advantages > 0) & (ratio > 1 + clip_high)

@@ -1,4 +1,4 @@
-"""Rows: the part of a distribution over the vocabulary that a loss reads."""
+"""Rows: the values of a distribution over the vocabulary that a loss reads."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ HIGHEST_LOG_RATIO = 40.0
 class Rows:
     """Log-probs of N distributions over the full vocabulary, in nats.
 
-    - head_logprobs [N, K]: at the head ids.
-    - tail_logmass [N]: log of the tail mass; -inf if the head is the whole vocabulary.
+    - head_logprobs [N, K]: log-probs of the head ids.
+    - tail_logmass [N]: log of the tail mass, the total probability of the other ids; -inf if the
+      head is the whole vocabulary.
     - token_logprobs [N]: log-probs of the actual tokens.
     - sample_logprobs [N, M]: log-probs of ids that were drawn from the tail, by the teacher (tail
-      samples) or by the student (draws); None if there are none. For tail samples, the teacher's
-      own rows may hold their mean, [N, 1].
+      samples) or by the student (draws); None without drawn ids. For tail samples, the rows of the
+      teacher itself may hold only their mean, [N, 1].
     """
 
     head_logprobs: Tensor
@@ -41,14 +42,14 @@ class Rows:
         return len(self.tail_logmass)
 
     def detach(self) -> Rows:
-        """Return the rows without gradients."""
+        """Return the rows, detached from the autograd graph."""
         return self.map(Tensor.detach)
 
     def __getitem__(self, index: Index) -> Rows:
         return self.map(lambda values: values[index])
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Rows:
-        """Return rows with `change` applied to each tensor."""
+        """Return rows in which each tensor is replaced by change(tensor)."""
         samples = self.sample_logprobs
         return Rows(
             change(self.head_logprobs),
@@ -68,10 +69,13 @@ def rows_from_logits(
 ) -> Rows:
     """Return the rows of softmax(logits / temperature) at `head_ids`, differentiable in `logits`.
 
-    logits [N, V]; head_ids [N, K] int64, distinct within a row; token_ids [N] int64; sample_ids [N,
-    M] int64. Half precision is widened to float32. The tail is a logsumexp over the other logits,
-    because 1 - sum loses a small tail mass. `fused_linear_rows` computes the same without [N, V]
-    logits.
+    - logits [N, V]: half precision is converted to float32.
+    - head_ids [N, K] int64: distinct within a row.
+    - token_ids [N] int64.
+    - sample_ids [N, M] int64.
+
+    The tail mass is a logsumexp over the other logits, because 1 - (sum of the head) loses a small
+    tail mass. `fused_linear_rows` computes the same without [N, V] logits.
     """
     scaled = logits if logits.dtype == torch.float64 else logits.float()
     scaled = scaled / temperature
@@ -87,7 +91,7 @@ def rows_from_logits(
 def entropy_from_logits(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
     """Return the entropy [N] in nats of softmax(logits / temperature), without a gradient.
 
-    logits [N, V]; half precision is widened to float32.
+    logits [N, V]: half precision is converted to float32.
     """
     scaled = logits if logits.dtype == torch.float64 else logits.float()
     terms: Tensor = torch.special.entr((scaled / temperature).softmax(1))
@@ -95,13 +99,19 @@ def entropy_from_logits(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
 
 
 def index_equal_ids(ids: Tensor) -> Tensor:
-    """Return an index in [0, M) for each of ids [N, M], equal for equal ids of a row."""
+    """Return an index in [0, M) for each id of `ids` [N, M].
+
+    Within a row, equal ids have equal indices, and different ids have different indices.
+    """
     ids = ids.contiguous()
     return torch.searchsorted(ids.sort(1).values, ids)
 
 
 def _logsumexp(values: Tensor) -> Tensor:
-    """logsumexp over dim 1; -inf with zero gradient, not NaN, for rows without finite values."""
+    """Return the logsumexp over dim 1.
+
+    A row without finite values gives -inf with a gradient of zero, instead of NaN.
+    """
     if values.shape[1] == 0:
         return values.new_full((len(values),), -torch.inf)
     empty = (values == -torch.inf).all(1)

@@ -27,10 +27,10 @@ Kind = Literal["k1", "k2", "k3", "k3++", "k4", "k5"]
 
 
 def sampled_kl(student_logprobs: Tensor, teacher_logprobs: Tensor, kind: Kind) -> Tensor:
-    """Return one KL estimate per token, [N] in nats; the table above lists the kinds.
+    """Return one KL estimate per token, [N] in nats; the module docstring lists the kinds.
 
-    Both arguments: log-probs [N] in nats of the sampled tokens. The gradient flows only through the
-    student's log-probs.
+    Both arguments are log-probs [N] in nats of the sampled tokens. The gradient flows only through
+    the student's log-probs.
     """
     log_p = student_logprobs.clamp(min=LOWEST_LOGPROB)
     log_q = teacher_logprobs.detach().clamp(min=LOWEST_LOGPROB)

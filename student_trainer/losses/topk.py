@@ -67,14 +67,17 @@ def topk_kl(
 ) -> Tensor:
     """Return the Top-k KL of each token, [N] in nats; the gradient flows through `student` only.
 
-    `student`, `teacher`: Rows of N at the same head ids. `token_in_head` [N] bool: whether the
-    sampled token y is one of the head ids. `importance` [N]: the detached p(y)/mu(y) if another
-    policy mu sampled y; it multiplies the sampled part. None: 1. `tail`: see the table above.
+    - student, teacher: N rows at the same head ids.
+    - token_in_head [N] bool: whether the sampled token y is one of the head ids.
+    - tail: see the table in the module docstring.
+    - importance [N]: the detached p(y)/mu(y) if another policy mu sampled y. It multiplies the
+      sampled part. None means 1.
+    - draw_logprobs [N, M]: only for `bucket+draws`, log g(z_i), the log-prob in nats with which
+      each id was drawn. +inf: the id is ignored. None: the current student drew all ids from its
+      tail; rows without a tail are then ignored.
 
-    `bucket+draws` and `bucket+teacher_samples` read `sample_logprobs` of both rows, and ignore
-    `token_in_head` and `importance`. `draw_logprobs` [N, M], for `bucket+draws` only: log g(z_i),
-    the log-prob in nats with which each id was drawn; +inf: the id is ignored. None: the current
-    student drew all of them from its tail; rows without a tail are ignored.
+    `bucket+draws` and `bucket+teacher_samples` read `sample_logprobs` of student and teacher, and
+    ignore `token_in_head` and `importance`.
 
     Raises ValueError if rows lack the samples of their tail mode, or if the direction of
     `bucket+teacher_samples` is "reverse".
@@ -118,7 +121,7 @@ def _clamp_rows(rows: Rows) -> Rows:
 
 
 def _kl_terms(log_p: Tensor, log_q: Tensor, direction: Direction) -> Tensor:
-    """Return the summand of the KL for each outcome."""
+    """Return the term of each outcome in the sum of the KL."""
     if direction == "reverse":
         return log_p.exp() * (log_p - log_q)
     return log_q.exp() * (log_q - log_p)
@@ -143,7 +146,7 @@ def _estimate_sampled(log_p: Tensor, log_q: Tensor, direction: Direction) -> Ten
 
 
 def _estimate_by_teacher_samples(p: Rows, q: Rows, direction: Direction) -> Tensor:
-    """Estimate the KL within the tail, Q_t KL(q~||p~), by the mean over the teacher's samples."""
+    """Estimate the KL within the tail, Q_t KL(q~||p~), as a mean over the teacher's samples."""
     if direction != "forward" or p.sample_logprobs is None or q.sample_logprobs is None:
         raise ValueError(
             "bucket+teacher_samples needs forward KL and rows with tail samples; use tail='bucket'"
@@ -157,7 +160,7 @@ def _estimate_by_teacher_samples(p: Rows, q: Rows, direction: Direction) -> Tens
 def _estimate_by_draws(
     p: Rows, q: Rows, draw_logprobs: Tensor | None, direction: Direction
 ) -> Tensor:
-    """Estimate the KL within the tail by the student's draws from it: sum_i v_i R(z_i)."""
+    """Estimate the KL within the tail from ids that the student drew: sum_i v_i R(z_i)."""
     log_p, log_q = p.sample_logprobs, q.sample_logprobs
     if log_p is None or log_q is None or log_p.shape != log_q.shape or not log_p.shape[1]:
         raise ValueError(
@@ -199,10 +202,10 @@ def exact_kl(
 ) -> Tensor:
     """Return KL(student || teacher) ("reverse") or KL(teacher || student) ("forward"), [N] in nats.
 
-    This KL covers the whole vocabulary, and is the reference for all other losses. Top-k KL with
-    K = V is equal to this KL in every tail mode.
+    The KL covers the whole vocabulary. It is the reference for all other losses: Top-k KL with K =
+    V is equal to it in every tail mode.
 
-    Both logits [N, V] are divided by `temperature`. Log-probs below LOWEST_LOGPROB are clamped to
+    Both logits [N, V] are divided by `temperature`. Log-probs below LOWEST_LOGPROB are raised to
     it. The gradient flows through the student only.
     """
     log_p = _log_softmax(student_logits, temperature)
@@ -221,19 +224,21 @@ def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
 def draw_noise(
     student: Rows, teacher: Rows, draw_ids: Tensor, draw_logprobs: Tensor, kl: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the variance of each token's gradient and the squared norm of its mean, both [N].
+    """Return the variance of the gradient of each token and the squared norm of its mean, both [N].
 
-    With tail mode `bucket+draws` and reverse KL, the part of a token's gradient that depends on the
-    draws z_1..z_M is, in the logits,
+    This function is for reverse KL with tail mode `bucket+draws`. In the logits, the part of a
+    token's gradient that depends on the draws z_1..z_M is
 
-        (1/M) sum_i s_i (e_(z_i) - p),    s_i = p(z_i)/g(z_i) gap(z_i),
+        (1/M) sum_i s_i (e_(z_i) - p),    s_i = p(z_i)/g(z_i) gap(z_i).
 
-    where e_z is the unit vector of id z and gap and g are those of `topk_kl`. The sample variance
-    of the terms estimates its variance from the rows alone, without any [N, V] tensor.
+    e_z is the unit vector of id z. g is the distribution of the draws (see `topk_kl`), and gap is
+    the log-ratio of student and teacher within the tail. The sample variance of the terms estimates
+    the variance of the gradient from the rows alone, without any [N, V] tensor.
 
-    Rows of N with M >= 2 draws, whose ids are `draw_ids` [N, M] int64 and whose log-probs
-    `draw_logprobs` [N, M] are as in `topk_kl`. `kl` [N]: the KL(student||teacher) in nats, as
-    `topk_kl` estimates it.
+    - student, teacher: N rows with M >= 2 draws.
+    - draw_ids [N, M] int64: the ids of the draws.
+    - draw_logprobs [N, M]: see `topk_kl`.
+    - kl [N]: KL(student||teacher) in nats, as `topk_kl` estimates it.
 
     The variance is unbiased for independent draws; stratified draws usually have less. The squared
     norm is exact except for the tail's share and `kl`, which are estimates.

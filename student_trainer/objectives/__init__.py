@@ -1,1 +1,1 @@
-"""The objectives to minimise: distillation and reinforcement learning, as losses of rows."""
+"""The objectives that training minimises, as losses of rows."""

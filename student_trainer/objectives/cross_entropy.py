@@ -15,7 +15,7 @@ from student_trainer.losses import FusedLoss, Index, LossFunction, Rows, weight_
 
 @dataclass(frozen=True)
 class CrossEntropyObjective:
-    """The objective to minimise: -log p of each learned token, in nats."""
+    """Minimises the cross-entropy -log p of each learned token, in nats."""
 
     temperature = 1.0
     needs_all_rows = False
@@ -27,12 +27,12 @@ class CrossEntropyObjective:
         return make_batch(scored_sequences, device, layout)
 
     def loss(self, batch: Batch) -> LossFunction:
-        """Return the loss of the batch as a function of rows, times the weight of each sequence."""
+        """Return the loss of the batch: a function of rows, multiplied by the sequence weights."""
         return weight_loss(_cross_entropy, batch.sequence_weights)
 
     @torch.no_grad()
     def metrics(self, batch: Batch, out: FusedLoss) -> dict[str, Tensor]:
-        """Return (sum, number) of each metric over the tokens of a batch; weights do not count."""
+        """Return (sum, number) of each metric over the tokens of a batch, all with weight 1."""
         return {
             "cross_entropy": sum_and_count(-out.rows.token_logprobs),
             "entropy": sum_and_count(out.metrics["entropy"]),
@@ -40,13 +40,13 @@ class CrossEntropyObjective:
 
     @torch.no_grad()
     def held_out(self, batch: Batch, out: FusedLoss) -> Mapping[str, Tensor]:
-        """Return the held-out metrics of each token, [n], by their names in metrics.jsonl."""
+        """Return the held-out metrics: the name in metrics.jsonl and one value per token, [n]."""
         values = -out.rows.token_logprobs
         return {"eval/cross_entropy": values, "eval/perplexity": values}
 
     @torch.no_grad()
     def token_logprobs(self, batch: Batch, out: FusedLoss) -> Mapping[str, Tensor]:
-        """Return the log-probs of each token, [n], of the student in nats."""
+        """Return the student's log-prob of each token, [n] in nats, under the key "student"."""
         return {"student": out.rows.token_logprobs}
 
 

@@ -38,14 +38,12 @@ EQUAL_POLICIES = 1e-10
 
 @dataclass(frozen=True)
 class DistillationObjective:
-    """The objective to minimise: KL + cross_entropy * (-log p of the stored token), in nats.
+    """Minimises KL + cross_entropy * (-log p of the stored token), per token, in nats.
 
-    Both terms are per token.
-
-    - direction, tail: as in `topk_kl`.
+    - direction, tail: see `topk_kl`.
     - temperature: temperature of the student's distribution.
-    - cross_entropy: weight of the second term, which applies only to stored sequences.
-    - teachers: the teacher names of the job, each with a separate KL metric.
+    - cross_entropy: weight of the second term, which only stored sequences have.
+    - teachers: the names of the job's teachers. Each has its own KL metric.
     """
 
     direction: Direction
@@ -60,7 +58,10 @@ class DistillationObjective:
     def on_policy(
         cls, method: OnPolicyConfig, teachers: Sequence[str] = ()
     ) -> DistillationObjective:
-        """Return the objective of an on-policy job. `teachers`: its teacher names, if several."""
+        """Return the objective of an on-policy job.
+
+        `teachers`: the teacher names; empty if the job has one teacher.
+        """
         direction: Direction = "reverse" if method.divergence == "reverse_kl" else "forward"
         return cls(direction, method.tail_mode, method.temperature, teachers=tuple(teachers))
 
@@ -71,7 +72,7 @@ class DistillationObjective:
         return make_batch(scored_sequences, device, layout)
 
     def loss(self, batch: Batch) -> LossFunction:
-        """Return the loss of the batch as a function of rows, times the weight of each sequence.
+        """Return the loss of the batch as a function of rows, multiplied by the sequence weights.
 
         See `distillation_loss`.
         """
@@ -83,7 +84,7 @@ class DistillationObjective:
 
     @torch.no_grad()
     def held_out(self, batch: Batch, out: FusedLoss) -> Mapping[str, Tensor]:
-        """Return the held-out metrics of each token, [n], by their names in metrics.jsonl."""
+        """Return the held-out metrics: the name in metrics.jsonl and one value per token, [n]."""
         kl, is_unbiased = measured_kl(batch, out, self)
         metrics = {"eval/kl" if is_unbiased else "eval/kl_bound": kl}
         if batch.sampling_logprobs is None:
@@ -92,14 +93,15 @@ class DistillationObjective:
 
     @torch.no_grad()
     def token_logprobs(self, batch: Batch, out: FusedLoss) -> Mapping[str, Tensor]:
-        """Return the log-probs of each token, [n], of the student and the teacher in nats."""
+        """Return the log-prob of each token, [n] in nats, for the keys "student" and "teacher"."""
         return {"student": out.rows.token_logprobs, "teacher": batch.teacher.token_logprobs}
 
     def tail_of(self, batch: Batch) -> Tail:
-        """Return the tail mode for a batch; it depends on which samples the batch has.
+        """Return the tail mode for a batch.
 
-        `bucket+teacher_samples` becomes `bucket+sampled` for tokens that the student sampled if the
-        teacher drew none. Both have the same expectation.
+        The mode `bucket+teacher_samples` needs ids that the teacher drew. If the batch has none, as
+        may be the case for tokens that the student sampled, the mode is `bucket+sampled`. Both
+        modes have the same expectation.
         """
         drawn_by_teacher = self.tail == "bucket+teacher_samples"
         return "bucket+sampled" if drawn_by_teacher and batch.sample_ids is None else self.tail
@@ -108,8 +110,8 @@ class DistillationObjective:
 def distillation_loss(batch: Batch, objective: DistillationObjective) -> LossFunction:
     """Return the loss of the batch: a function from rows to one term per token, [n] in nats.
 
-    The sampled part of the KL has importance weights, because the policy that sampled the tokens
-    differs from the student in precision, in its program, or in the age of its weights.
+    The sampled part of the KL has importance weights. The policy that sampled the tokens differs
+    from the student in precision, in its program, or in the age of its weights.
     """
     in_head, sampling = batch.token_in_head, batch.sampling_logprobs
     tail, draws = objective.tail_of(batch), batch.draw_logprobs
@@ -138,12 +140,14 @@ def distillation_loss(batch: Batch, objective: DistillationObjective) -> LossFun
 def batch_metrics(
     batch: Batch, out: FusedLoss, objective: DistillationObjective
 ) -> dict[str, Tensor]:
-    """Return (sum, number) of each metric over the tokens of a batch.
+    """Return (sum, number) of each metric over the tokens of a batch. No gradient.
 
-    The names are the same for all batches. `kl/teacher` is an unbiased estimate of the KL for every
-    tail mode of the loss. Rows without samples count in `kl/teacher_bound` instead, a lower bound.
-    `kl/teacher/NAME`, for each of the objective's `teachers`, covers the tokens that this teacher
-    scored. KLs are in nats. No gradient.
+    - kl/teacher: an unbiased estimate of the KL in nats, for every tail mode of the loss.
+    - kl/teacher_bound: a lower bound of the KL, for rows without samples; they have no
+      `kl/teacher`.
+    - kl/teacher/NAME: for each of the objective's `teachers`, the KL of the tokens that it scored.
+
+    The names are the same for all batches.
     """
     rows = out.rows
     sampling = batch.sampling_logprobs
@@ -169,7 +173,10 @@ def batch_metrics(
 def measured_kl(
     batch: Batch, out: FusedLoss, objective: DistillationObjective
 ) -> tuple[Tensor, bool]:
-    """Return the KL of each token, [n] in nats, and whether it is unbiased or a lower bound."""
+    """Return the KL of each token, [n] in nats, and True if it is unbiased.
+
+    Otherwise the KL is a lower bound.
+    """
     is_unbiased = batch.sampling_logprobs is not None or batch.sample_ids is not None
     tail: Tail = "bucket+teacher_samples" if is_unbiased else "bucket"
     if batch.draw_logprobs is not None:
@@ -184,8 +191,8 @@ def measured_kl(
 def gradient_noise(batch: Batch, rows: Rows, teacher: Rows, kl: Tensor) -> Tensor:
     """Return (variance, squared norm) [2] of the gradients of a batch, summed over its tokens.
 
-    See `draw_noise`. `kl` [n]: the KL, measured with the draws. (0, 0) if rows have fewer than 2
-    draws, or if the gradient is only a rounding error of two equal policies.
+    See `draw_noise`. `kl` [n]: the KL, measured with the draws. The result is (0, 0) if rows have
+    fewer than 2 draws, or if student and teacher are equal except for rounding errors.
     """
     ids, draws = batch.sample_ids, batch.draw_logprobs
     if ids is None or draws is None or draws.shape[1] < 2:

@@ -2,10 +2,15 @@
 
     loss = -rho clipped(ratio, advantage) + sum over KL terms of weight * KL   (kl_in = "loss")
 
-ratio is p/p_old and rho the weight p_old/mu, where p is the student, p_old the student before the
-first update of the step, and mu the policy that sampled the token; the sampled part of a KL has the
-weight p/mu. With kl_in = "reward" each KL term is part of the advantage instead (`kl_reward`).
-Sources: EMA-PG (arXiv 2602.04417), GRPO (arXiv 2402.03300), decoupled PPO (arXiv 2110.00641).
+- p: the student.
+- p_old: the student before the first update of the step.
+- mu: the policy that sampled the token.
+- ratio: p/p_old.
+- rho: the weight p_old/mu.
+
+The sampled part of a KL has the weight p/mu. With kl_in = "reward", each KL term is part of the
+advantage instead (`kl_reward`). Sources: EMA-PG (arXiv 2602.04417), GRPO (arXiv 2402.03300),
+decoupled PPO (arXiv 2110.00641).
 """
 
 from __future__ import annotations
@@ -53,7 +58,11 @@ from student_trainer.objectives.distillation import gradient_noise
 
 @dataclass(frozen=True)
 class KLTerm:
-    """The KL from the student to another model: the model's name in metrics, the KL's weight."""
+    """The KL from the student to another model.
+
+    - name: the name of the model in metrics.
+    - weight: the factor of the KL in the loss.
+    """
 
     name: str
     weight: float
@@ -64,8 +73,8 @@ class RLSequence(ScoredSequence):
     """A rollout with its rows and its advantage.
 
     - rows: the rows of the first KL term.
-    - other_rows: the rows of the other terms, in order.
-    - advantage: [] for the full answer, or [learned], one per learned token.
+    - other_rows: the rows of the other KL terms, in order.
+    - advantage: a scalar for the full answer, or one value per learned token, [learned].
     - is_included: False if the loss excludes the answer.
     - old_logprobs [learned]: log-probs of the tokens under p_old, in nats; None in the first update
       of a step, where p_old is the student itself.
@@ -81,10 +90,10 @@ class RLSequence(ScoredSequence):
 class RLBatch(Batch):
     """A batch of rollouts with advantages.
 
-    - other_rows: Rows of N for each KL term except the first.
-    - advantages [N].
+    - other_rows: N rows for each KL term except the first.
+    - advantages [N]: the advantage of each token.
     - weights [N]: the weight of each token in the sum of the loss.
-    - old_logprobs [N] or None: as in RLSequence.
+    - old_logprobs [N] or None: see RLSequence.
     """
 
     other_rows: tuple[Rows, ...]
@@ -112,9 +121,9 @@ class RLBatch(Batch):
 
 @dataclass(frozen=True)
 class RLObjective:
-    """The objective of an RL job.
+    """Minimises the loss of an RL job; see the module docstring.
 
-    - method: its settings.
+    - method: the settings of the method.
     - kl_terms: in the order of the rows of every batch; empty if the student learns from rewards
       alone.
     - has_reward: whether the student learns from rewards.
@@ -126,7 +135,7 @@ class RLObjective:
 
     @classmethod
     def of(cls, job: RLJob) -> RLObjective:
-        """Return the objective of a job. The teacher's KL term, if any, is before the anchor's."""
+        """Return the objective of a job. The teacher's KL term, if any, precedes the anchor's."""
         method = job.method
         teacher = [KLTerm("teacher", method.teacher_beta)] if job.teacher is not None else []
         anchor = [KLTerm("anchor", method.beta)] if method.beta else []
@@ -135,7 +144,7 @@ class RLObjective:
 
     @property
     def temperature(self) -> float:
-        """Temperature of the student's distribution: its logits are divided by it."""
+        """Temperature of the student's distribution: the student's logits are divided by it."""
         return self.method.temperature
 
     @property
@@ -167,8 +176,8 @@ class RLObjective:
     def loss(self, batch: Batch) -> LossFunction:
         """Return the loss of an RLBatch, as a function of rows: one weighted term per token.
 
-        A term is multiplied by its token's weight; the trainer divides the sum by the sum of the
-        weights of all processes.
+        Each term is multiplied by the weight of its token. The trainer divides the sum of the terms
+        by the sum of the weights of all processes.
         """
         assert isinstance(batch, RLBatch)
         in_head = batch.token_in_head
@@ -187,12 +196,12 @@ class RLObjective:
 
     @torch.no_grad()
     def metrics(self, batch: Batch, out: FusedLoss) -> dict[str, Tensor]:
-        """Return (sum, number) of each metric, with the same names for all batches.
+        """Return (sum, number) of each metric. The names are the same for all batches. No gradient.
 
-        `kl/NAME`, for each KL term, is an estimate of the KL in nats with tail `bucket+draws`, or
-        `bucket+sampled` if there are no draws, for every tail mode of the loss. The estimate is
-        unbiased unless `method.importance_clip` or `importance_mask` changes its weights. No
-        gradient.
+        kl/NAME, for each KL term: an estimate of the KL in nats, independent of the tail mode of
+        the loss. Its tail mode is `bucket+draws`, or `bucket+sampled` without draws. The estimate
+        is unbiased if neither `method.importance_clip` nor `method.importance_mask` changes its
+        weights.
         """
         assert isinstance(batch, RLBatch)
         rows, all_rows = out.rows, slice(0, len(batch))
@@ -236,11 +245,11 @@ class RLObjective:
 
     @property
     def has_policy_gradient(self) -> bool:
-        """True if the loss has a policy gradient, whose ratio needs p_old."""
+        """True if the loss has a policy gradient. Its ratio needs the log-probs under p_old."""
         return self.has_reward or self.method.kl_in == "reward"
 
     def _compute_advantages(self, rows: Rows, batch: RLBatch, index: Index) -> Tensor:
-        """Return the advantages [n], including each KL term if kl_in = "reward"."""
+        """Return the advantages [n]. With kl_in = "reward", they include the KL terms."""
         advantages = batch.advantages[index]
         draws = None if batch.draw_logprobs is None else batch.draw_logprobs[index]
         if self.method.kl_in == "reward":
@@ -290,7 +299,7 @@ class RLObjective:
         return importance * kl
 
     def _importance_weights(self, token_logprobs: Tensor, sampler_logprobs: Tensor) -> Tensor:
-        """Return the importance weights [n] of tokens, with the bounds of the job."""
+        """Return the importance weights [n] of tokens, limited by the bounds of the job."""
         method = self.method
         return importance_weights(
             token_logprobs,
@@ -301,7 +310,10 @@ class RLObjective:
 
 
 def _old_logprobs(rows: Rows, batch: RLBatch, index: Index) -> Tensor:
-    """Return log p_old of the tokens, [n]; in a first update, the detached log-probs of `rows`."""
+    """Return log p_old of the tokens, [n].
+
+    In the first update of a step, these are the detached log-probs of `rows`.
+    """
     return rows.token_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[index]
 
 

@@ -1,1 +1,1 @@
-"""The fused head and loss: logits are computed and reduced in chunks. Needs torch only."""
+"""Computes the model's head and the loss together, in chunks of rows. Needs torch only."""

@@ -1,15 +1,15 @@
-"""One chunk of rows: from the products of the head to rows, and back to the gradient of the
-products.
+"""Computes the rows of one chunk from the products of the head, and the gradient of the products.
 
-Let a loss be a function of the head log-probs l_i, the tail log-mass T, the token log-prob l_y and
+The loss is a function of the head log-probs l_i, the tail log-mass T, the token log-prob l_y and
 the log-probs of samples of the tail, which are treated like l_y. Let g_i, g_T and g_y be its
-derivatives, G their sum, and z = f(x) the logits divided by the temperature, where x are the
-products of hidden states and weight, and f is a `LogitCurve`. Then
+derivatives, and G their sum. Let z = f(x) be the logits divided by the temperature, where x are the
+products of hidden states and weight, and f is a `LogitCurve`. S are the head ids, p_j is the
+softmax of z, and P_t the tail mass. Then
 
-    dL/dz_j = p_j ([j not in S] g_T / P_t - G) + [j in S] g_i + [j = y] g_y:
+    dL/dz_j = p_j ([j not in S] g_T / P_t - G) + [j in S] g_i + [j = y] g_y
+    dL/dx_j = f'(x_j) dL/dz_j
 
-a scalar per row times the softmax, plus one scattered entry per head id, token and sample; and
-dL/dx_j = f'(x_j) dL/dz_j.
+So dL/dz is the softmax times one scalar per row, plus one entry for each head id, token and sample.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ _TRITON = importlib.util.find_spec("triton") is not None
 
 @dataclass(frozen=True)
 class Chunk:
-    """n rows, and the buffer [n, V] of their products. `gradient` may overwrite the buffer.
+    """n rows, and a buffer [n, V] that holds the products of the head for these rows.
 
-    `rows` and `entropy` [n] are in nats. The other tensors, [n], [n, K] or [n, M], are intermediate
-    results that `gradient` needs.
+    - rows: in nats.
+    - entropy [n]: the entropy of the student, in nats.
+    - buffer [n, V]: changed in place; `gradient` may overwrite it.
+
+    The other tensors, [n], [n, K] or [n, M], are intermediate results for `gradient`.
     """
 
     rows: Rows
@@ -54,11 +57,13 @@ class Chunk:
     tail_sum: Tensor
 
     def gradient(self, row_gradients: Rows, dtype: torch.dtype) -> Tensor:
-        """Return d(loss)/d(products) [n, V]; see the module docstring. Call this method once.
+        """Return d(loss)/d(products) [n, V]; see the module docstring. Call this method only once.
 
-        `row_gradients` are the derivatives of the loss with respect to the rows. `dtype` is the
-        dtype of the matrix products that read the gradient. The Triton kernels write the gradient
-        in this dtype, which saves memory traffic; other code overwrites `buffer` with the gradient.
+        - row_gradients: the derivatives of the loss with respect to the rows.
+        - dtype: the dtype of the matrix products that read the gradient.
+
+        The Triton kernels write the gradient in `dtype`, which saves memory traffic. Without
+        Triton, the gradient overwrites `buffer`.
         """
         head, tail = row_gradients.head_logprobs, row_gradients.tail_logmass
         token, samples = row_gradients.token_logprobs, row_gradients.sample_logprobs
@@ -92,10 +97,10 @@ class Chunk:
         return buffer
 
     def _place_samples(self, buffer: Tensor, samples: Tensor, scale: Tensor) -> None:
-        """Write the entries of the samples, whose derivatives are `samples` [n, M].
+        """Add the derivatives of the samples, `samples` [n, M], to the gradient in `buffer`.
 
-        An id may be sampled several times, and may equal the token. As for the token, the entry of
-        each id is first summed in float32.
+        An id may be sampled several times, and may equal the token. The values for one id are
+        therefore summed in float32 before they are added.
         """
         assert self.sample_ids is not None
         assert self.sample_in_head is not None
@@ -110,7 +115,7 @@ class Chunk:
         buffer.scatter_(1, ids, (previous_entries + total * slope).to(buffer.dtype))
 
     def _slopes(self) -> tuple[Tensor | float, Tensor | float]:
-        """Return the slopes of the curve at the tokens [n, 1] and at the samples [n, M]."""
+        """Return the slope of the curve at the tokens, [n, 1], and at the samples, [n, M]."""
         slope = self.picked_slope
         return (slope, slope) if isinstance(slope, float) else (slope[:, :1], slope[:, 1:])
 
@@ -122,10 +127,14 @@ def make_chunk(
     sample_ids: Tensor | None,
     curve: LogitCurve,
 ) -> Chunk:
-    """Return the rows of softmax(curve(buffer)); overwrites `buffer`, products [n, V] of the head.
+    """Return the rows of softmax(curve(buffer)). The function overwrites `buffer`.
 
-    head_ids [n, K] int64, distinct within a row; token_ids [n] int64; sample_ids [n, M] int64 or
-    None. Rows are float32, or float64 for float64 logits.
+    - buffer [n, V]: the products of the head.
+    - head_ids [n, K] int64: distinct within a row.
+    - token_ids [n] int64.
+    - sample_ids [n, M] int64, or None.
+
+    The rows are float32, or float64 if the products are float64.
     """
     wide = torch.float64 if buffer.dtype == torch.float64 else torch.float32
     head = curve(buffer.gather(1, head_ids).to(wide))
@@ -171,9 +180,9 @@ def _prepend_token(token: Tensor, samples: Tensor | None) -> Tensor:
 
 
 def has_kernels(tensor: Tensor) -> bool:
-    """Return True if the passes over `tensor` are Triton kernels.
+    """Return True if Triton kernels can compute the softmax passes over `tensor`.
 
-    They are for CUDA tensors other than float64, if Triton is installed.
+    The kernels need Triton and a CUDA tensor that is not float64.
     """
     return tensor.is_cuda and tensor.dtype != torch.float64 and _TRITON
 

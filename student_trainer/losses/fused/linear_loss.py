@@ -1,8 +1,8 @@
-"""Compute any loss of rows from hidden states, without materialising the [N, V] logits.
+"""Computes any loss of rows from hidden states, without the full tensor of logits [N, V].
 
-Rows are processed in chunks. The logits of a chunk are computed once, in one buffer that is then
-overwritten with exp(z) and with the gradient (`chunk.py`). The cost is three matrix products: the
-forward pass already computes the gradients, and the backward pass only scales them.
+Rows are processed in chunks. The logits of a chunk are computed once, in one buffer. Then exp(z)
+and the gradient overwrite this buffer (`chunk.py`). The forward pass already computes the
+gradients, and the backward pass only scales them. The total cost is three matrix products.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _PLAIN = LogitMap()
 
 @dataclass(frozen=True)
 class FusedLoss:
-    """Result of a fused loss. Only `loss_sum` can be differentiated; the other fields are detached.
+    """The result of a fused loss. Only `loss_sum` has a gradient; the other fields are detached.
 
     - loss_sum: a scalar, the sum over the rows.
-    - rows: Rows of N.
-    - metrics: [N] each; "loss" as `loss_fn` returned it, "entropy" of the student in nats.
+    - rows: the N rows of the student.
+    - metrics: [N] each. "loss" is the result of `loss_fn`, "entropy" is the student's, in nats.
     """
 
     loss_sum: Tensor
@@ -53,19 +53,23 @@ def fused_linear_loss(
     logit_map: LogitMap = _PLAIN,
     chunk_rows: int | None = None,
 ) -> FusedLoss:
-    """Sum `loss_fn` over the rows of softmax(logits / temperature).
+    """Return the sum of `loss_fn` over the rows of softmax(logits / temperature).
 
-    The logits are hidden @ weight.T + bias, narrowed, scaled and capped by `logit_map`. hidden [N,
-    H]; weight [V, H]; bias [V]; head_ids [N, K] int64, distinct within a row; token_ids
-    [N] int64; sample_ids [N, M] int64, ids drawn from the tail, possibly repeated. `chunk_rows`:
-    rows per chunk; None chooses it by V and the device's memory. Rows and losses are float32, or
-    float64 for float64 states.
+    The logits are hidden @ weight.T + bias. `logit_map` then limits them to the vocabulary, and
+    scales and caps them.
 
-    `loss_fn` is called once per chunk, with the rows of the chunk and their slice of the batch. If
-    the loss of a row depends on other rows, use `fused_linear_rows`.
+    - hidden [N, H], weight [V, H], bias [V].
+    - head_ids [N, K] int64: distinct within a row.
+    - token_ids [N] int64.
+    - loss_fn: called once per chunk, with the rows of the chunk and their slice of the batch. If
+      the loss of a row depends on other rows, use `fused_linear_rows` instead.
+    - sample_ids [N, M] int64: ids drawn from the tail, possibly repeated.
+    - chunk_rows: rows per chunk; None chooses it by V and the device's memory.
 
-    The result can be differentiated once, to first order: the backward pass raises RuntimeError
-    when called a second time, or with create_graph=True.
+    Rows and losses are float32, or float64 if `hidden` is float64.
+
+    Only one backward pass of first order is possible. A second one, or one with create_graph=True,
+    raises RuntimeError.
     """
     loss, losses, entropy, *rows = _FusedLinearLoss.apply(  # type: ignore[no-untyped-call]
         *_prepare_inputs(hidden, weight, bias),
@@ -123,7 +127,7 @@ class _FusedLinearLoss(torch.autograd.Function):
 
 
 def _derivatives(loss_fn: LossFunction, rows: Rows, index: slice) -> tuple[Tensor, Rows]:
-    """Return the losses [n], and the derivatives of their sum with respect to the rows."""
+    """Return the losses [n], and the derivatives of the sum of the losses by the rows."""
     with torch.enable_grad():
         leaves = rows.map(lambda values: values.detach().requires_grad_())
         losses = loss_fn(leaves, index)
@@ -150,9 +154,9 @@ def fused_linear_rows(
 ) -> tuple[Rows, Tensor]:
     """Return differentiable rows and the detached entropy [N] in nats, without [N, V] logits.
 
-    For losses in which a row depends on other rows, such as a ratio of whole sequences or a
-    whitened advantage. The backward pass computes the logits again, so the cost is four matrix
-    products instead of three. Arguments as in `fused_linear_loss`.
+    Use this function for a loss in which a row depends on other rows, such as a ratio of whole
+    sequences or a whitened advantage. The backward pass computes the logits again, so the cost is
+    four matrix products instead of three. The arguments are described in `fused_linear_loss`.
     """
     entropy, *rows = _FusedLinearRows.apply(  # type: ignore[no-untyped-call]
         *_prepare_inputs(hidden, weight, bias),
@@ -213,8 +217,8 @@ def fused_linear_top_ids(
 ) -> Tensor:
     """Return the ids [N, top_k] int64 of the `top_k` largest logits of each row, largest first.
 
-    The products are computed in chunks, never [N, V] at once; logits are increasing in the
-    products. No gradient.
+    The products are computed in chunks, never [N, V] at once. Logits increase with the products, so
+    the ids with the largest products are selected. No gradient.
     """
     hidden, weight, bias = _prepare_inputs(hidden, weight, bias)
     weight, bias = logit_map.narrow(weight, bias)
@@ -227,10 +231,10 @@ def fused_linear_top_ids(
 def _prepare_inputs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the inputs in a linear layer's form: cast under autocast, detached without grad.
+    """Return the inputs as a linear layer reads them: cast to the autocast dtype, if it is active.
 
-    Detaching is necessary because an autograd function sees which inputs require a gradient, not
-    whether gradients are enabled.
+    If gradients are disabled, the inputs are also detached. An autograd function sees whether an
+    input requires a gradient, but not whether gradients are enabled.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
@@ -250,7 +254,7 @@ def _list_tensors(rows: Rows) -> list[Tensor]:
 
 
 def _empty_rows(empty: Tensor, ids: _Ids) -> list[Tensor]:
-    """Return the tensors of zero rows. `empty`: an empty tensor of their dtype."""
+    """Return the tensors of rows with N = 0. `empty`: an empty tensor that has their dtype."""
     head, _, samples = ids
     empty_columns = [
         empty.reshape(0, ids_of_kind.shape[1])

@@ -1,4 +1,4 @@
-"""The matrix products of a fused loss: hidden states to logits, in chunks, and their gradients."""
+"""Computes the matrix products of a fused loss in chunks: the logits, and the gradients."""
 
 from __future__ import annotations
 
@@ -19,21 +19,25 @@ _TILE = 128  # rows of a tile of a matrix product
 
 
 def wide_dtype(hidden: Tensor) -> torch.dtype:
-    """Return the dtype of sums, rows and losses: float64 for float64 states, otherwise float32."""
+    """Return the dtype of sums, rows and losses.
+
+    It is float64 if `hidden` is float64, otherwise float32.
+    """
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
 def logit_chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_rows: int | None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (index, logits of hidden[index]) for each chunk of rows, in order.
+    """Yield (slice of the rows, logits of these rows) for each chunk of rows, in order.
 
-    hidden [N, H] and weight [V, H] have one dtype; bias [V] or None. The logits [n, V] are not
-    divided by the temperature. `chunk_rows`: rows per chunk; None chooses it by V and by the memory
-    of the device.
+    - hidden [N, H] and weight [V, H]: of the same dtype.
+    - bias [V], or None.
+    - chunk_rows: rows per chunk; None chooses it by V and by the memory of the device.
 
-    All chunks share one buffer. The caller may overwrite the logits, and must not use them after
-    requesting the next chunk. Logits are float32, or float64 for float64 states.
+    The logits [n, V] are not divided by the temperature. They are float32, or float64 if `hidden`
+    is float64. All chunks share one buffer. The caller may overwrite the logits, and must not use
+    them after it requests the next chunk.
     """
     dtype = wide_dtype(hidden)
     if chunk_rows is None:
@@ -57,9 +61,11 @@ def logit_chunks(
 
 
 def count_chunk_rows(vocabulary: int, gpu_bytes: int | None, *, itemsize: int = 4) -> int:
-    """Return the rows of a chunk. `vocabulary`: logits of a row. `clients/plan/memory.py` agrees.
+    """Return the number of rows of a chunk. `clients/plan/memory.py` must use the same formula.
 
-    `gpu_bytes`: the memory of the GPU; None for a CPU. `itemsize`: bytes of a logit on a CPU.
+    - vocabulary: the number of logits of a row.
+    - gpu_bytes: the memory of the GPU in bytes; None for a CPU.
+    - itemsize: bytes of a logit on a CPU.
     """
     if gpu_bytes is None:
         return max(_CPU_MIN_ROWS, _CPU_BYTES // (itemsize * vocabulary))
@@ -68,23 +74,29 @@ def count_chunk_rows(vocabulary: int, gpu_bytes: int | None, *, itemsize: int = 
 
 
 def _gpu_bytes(device: torch.device) -> int | None:
-    """Return the memory of a GPU, which is the same in each run; None for a CPU."""
+    """Return the total memory of a GPU in bytes; None for a CPU.
+
+    The total is the same in each run. The free memory would not be.
+    """
     if device.type != "cuda":
         return None
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 class HeadGradients:
-    """Gradients of hidden states, weight and bias, summed over chunks; None if not needed."""
+    """The gradients of hidden states, weight and bias, summed over chunks.
+
+    The gradient of an input that needs none is None.
+    """
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs_gradient: Sequence[bool]
     ) -> None:
-        """Allocate the sums.
+        """Allocate the sums of the gradients.
 
-        `needs_gradient`: whether hidden states, weight and bias need a gradient, in this order.
-        `weight`: the model's parameter; its gradient is summed in float32 and returned in its
-        dtype.
+        - weight: the model's parameter. Its gradient is summed in float32 and returned in the dtype
+          of the weight.
+        - needs_gradient: whether hidden states, weight and bias need a gradient, in this order.
         """
         wide = wide_dtype(hidden)
         inputs = hidden, weight, bias
@@ -96,12 +108,13 @@ class HeadGradients:
         )
 
     def add(self, index: slice, logit_gradients: Tensor, hidden: Tensor, weight: Tensor) -> None:
-        """Add the gradients of one chunk. hidden [N, H] and weight [V, H]: as in `logit_chunks`.
+        """Add the gradients of one chunk.
 
-        V may be smaller than the first dimension of the weight in `__init__`. The gradient of the
-        other rows is then 0.
-
-        `logit_gradients` [n, V]: d(loss)/d(logits) of the chunk. `index`: its slice of the N rows.
+        - index: the slice of the N rows that the chunk covers.
+        - logit_gradients [n, V]: d(loss)/d(logits) of the chunk.
+        - hidden [N, H] and weight [V, H]: as in `logit_chunks`. V may be smaller than the first
+          dimension of the weight in `__init__`. The gradient of the remaining rows of the weight is
+          then 0.
         """
         count = logit_gradients.shape[1]  # of ids that have logits; the others have no gradient
         if self._bias_gradient is not None:
@@ -113,10 +126,10 @@ class HeadGradients:
             _add_product(self._weight_gradient[:count], logit_gradients.T, hidden[index])
 
     def scale_by(self, factor: Tensor | None) -> list[Tensor | None]:
-        """Return the three gradients, scaled in place by `factor`. Call this method once.
+        """Return the gradients of hidden states, weight and bias. Call this method only once.
 
-        The order is hidden states, weight, bias. Each gradient has the dtype of its input.
-        `factor`: a scalar; None does not change the gradients.
+        `factor`: a scalar that scales the gradients in place; None does not change them. Each
+        gradient has the dtype of its input.
         """
         return [
             None if grad is None else (grad if factor is None else grad.mul_(factor)).to(dtype)

@@ -1,6 +1,6 @@
 """The two passes over the logits of a chunk that are not matrix products, in plain PyTorch.
 
-`softmax_triton.py` has the same two functions as Triton kernels; tests compare the two.
+`softmax_triton.py` has the same two functions as Triton kernels. Tests compare the two modules.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ _BLOCK_BYTES = 4 << 20
 
 
 def tail_statistics(logits: Tensor, curve: LogitCurve) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (m, S, D), each [n], of z = curve(logits); overwrites `logits`.
+    """Return (m, S, D), each [n], for z = curve(logits). The function overwrites `logits`.
 
-    m = max z (at least the lowest float), S = sum exp(z - m), D = sum (z - m) exp(z - m). `logits`
-    [n, V]: -inf for excluded ids. They become exp(z - m), times the slope of the curve divided by
-    its steepest slope.
+    - m = max z, at least the lowest float
+    - S = sum exp(z - m)
+    - D = sum (z - m) exp(z - m)
+
+    `logits` [n, V]: -inf for excluded ids. Each entry is replaced by exp(z - m) times the slope of
+    the curve at the entry, divided by the largest slope of the curve.
     """
     lowest = torch.finfo(logits.dtype).min
     # The maximum of a row of -inf is -inf, and -inf - (-inf) would be NaN.
@@ -50,9 +53,11 @@ def tail_statistics(logits: Tensor, curve: LogitCurve) -> tuple[Tensor, Tensor, 
 def _subtract_top(
     curve: LogitCurve, block: Tensor, top: Tensor, spare: Tensor, flatness: Tensor | None = None
 ) -> None:
-    """Replace `block` by curve(block) - top, and `flatness` by slopes / steepest slope.
+    """Replace `block` by curve(block) - top.
 
-    `flatness` is None if the curve has no height, since all slopes are then 1. Overwrites `spare`.
+    `flatness` is set to the slopes of the curve divided by its largest slope. It is None if the
+    curve has no height, because all slopes are then equal. `spare` is working memory and is
+    overwritten.
     """
     if flatness is None:
         if curve.width != 1:
@@ -69,9 +74,12 @@ def _subtract_top(
 def scaled_exp(
     logits: Tensor, top: Tensor, scale: Tensor, curve: LogitCurve, out: Tensor
 ) -> Tensor:
-    """Write row i of `logits`, the output of `tail_statistics`, times scale[i] into `out`.
+    """Write row i of `logits`, multiplied by scale[i], into `out`, and return `out`.
 
-    `logits` [n, V]; `scale` [n]; `out` [n, V], may be `logits`, and is returned. `top` and `curve`
-    are not used; the Triton version needs them.
+    - logits [n, V]: as `tail_statistics` has overwritten it.
+    - scale [n]: a factor for each row.
+    - out [n, V]: may be `logits`.
+
+    `top` and `curve` are not used here; the Triton function with the same name needs them.
     """
     return torch.mul(logits, scale[:, None], out=out)

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 """The two passes over the logits of a chunk that are not matrix products, as Triton kernels.
 
-Unlike in `softmax_torch.py`, the first pass only reads the logits. The second reads them and writes
-the gradient, in the dtype of its matrix products: 4 + 4 + 2 bytes of memory traffic per float32
-logit and bf16 gradient. Sums are float32.
+The first pass only reads the logits; in `softmax_torch.py` it overwrites them. The second pass
+reads the logits and writes the gradient in the dtype of the next matrix product. The memory traffic
+per float32 logit and bf16 gradient is 4 + 4 + 2 bytes. Sums are float32.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from student_trainer.losses.fused.logit_map import LogitCurve
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel is divided: logits per block, and warps (of 32 threads) that share a block."""
+    """The launch parameters of a kernel: logits per block, and warps (32 threads) per block."""
 
     block: int = 4096
     warps: int = 4
 
     @property
     def options(self) -> dict[str, Any]:
-        """Triton's launch options, except the constants of the kernel.
+        """The launch options for Triton, without the constants of the kernel.
 
-        Multiplications and additions are fused, as in Triton before 3.10.
+        Multiplications and additions are fused, as was the default of Triton before 3.10.
         """
         return {"num_warps": self.warps, "enable_fp_fusion": True}
 
@@ -42,7 +42,10 @@ LAUNCH = Launch()
 def tail_statistics(
     logits: Tensor, curve: LogitCurve, launch: Launch = LAUNCH
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (m, S, D) of softmax_torch.tail_statistics in float32; only reads `logits` [n, V]."""
+    """Return (m, S, D) as `softmax_torch.tail_statistics` does, in float32.
+
+    This function does not overwrite `logits` [n, V].
+    """
     rows, columns = logits.shape
     top, total, weighted = (
         torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3)
@@ -65,8 +68,12 @@ def scaled_exp(
 ) -> Tensor:
     """Write scale[:, None] * exp(z - top[:, None]) into `out`, and return it; z = curve(logits).
 
-    With a cap, each entry is multiplied by the slope of the curve over its steepest one. `logits`
-    [n, V]; `top` and `scale` [n] float32; `out` [n, V], may be `logits`.
+    - logits [n, V].
+    - top and scale: [n] float32.
+    - out [n, V]: may be `logits`.
+
+    With a cap, each entry is also multiplied by the slope of the curve divided by its largest
+    slope.
     """
     rows, columns = logits.shape
     grid = (rows, triton.cdiv(columns, launch.block))
