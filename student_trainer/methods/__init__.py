@@ -1,3 +1,4 @@
-"""The training methods, one file each. The docstring of each file lists the parts of a step in
-order.
+"""The training methods, one file per method.
+
+The docstring of each file lists the parts of a training step in order.
 """

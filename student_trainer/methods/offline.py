@@ -25,8 +25,8 @@ One step, in order:
    (`cross_tokenizer/objectives.py`).
 6. Update. The trainer averages over all tokens of all processes, clips the gradient and runs AdamW.
 
-`prepare` reads and checks what the job needs, and `build` connects these parts. `assembly.py` calls
-both once when an attempt starts.
+`prepare` reads and checks the data that the job needs, and `build` connects these parts.
+`assembly.py` calls both once when an attempt starts.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ log = logging.getLogger(__name__)
 
 
 def prepare(config: OfflineJob, inputs: Inputs) -> Preparation:
-    """Open the stores, check them against student and teacher, and read the evaluation prompts."""
+    """Open the stores, check them against student and teacher, and load the evaluation prompts."""
     stores, max_length = open_stores(config), inputs.max_length
     store = stores.training
     readers = {teacher.label: teacher.info.max_length for teacher in inputs.teachers.values()}
@@ -125,7 +125,10 @@ def prepare(config: OfflineJob, inputs: Inputs) -> Preparation:
 
 
 def _load_stored_tokens(store: TrainingStore) -> list[str] | None:
-    """Return the tokens of the store's tokenizer, or None if it is not on this machine."""
+    """Return the tokens of the tokenizer that the store was captured with.
+
+    None if this tokenizer is not on this machine.
+    """
     path = Path(store.facts.get("tokenizer") or "?")
     if not path.is_dir():
         return None
@@ -149,10 +152,13 @@ def build(
 ) -> Method:
     """Build the method of an offline job. The module docstring lists the steps.
 
-    The loss is the forward KL over the teacher's stored top-k. `chosen`: see `split`.
-    `task_prompts`: the prompts for exact match, empty if disabled. `other_store`: reader of stores
-    with another tokenizer. `images`: reader of the images of the stores; None without images.
-    `engine`: samples the student's answers; None: this process samples.
+    - chosen: the indices of the training and the held-out sequences; see `split`.
+    - task_prompts: the prompts for exact match, empty if it is disabled.
+    - other_store: reads the stores if they have another tokenizer; None otherwise.
+    - images: reads the images of the stores; None without images.
+    - engine: samples the student's answers; None: this process samples.
+
+    The loss is the forward KL over the teacher's stored top-k.
     """
     store, method = stores.training, config.method
     tail = method.tail or ("bucket+teacher_samples" if store.has_samples else "bucket")
@@ -206,7 +212,7 @@ def choose_reader(
     other_store: CrossTokenizerStore | SpecialTokenStore | None,
     images: ImageReader | None,
 ) -> ReadSequence:
-    """Return the function that reads a stored sequence; see `build`."""
+    """Return the function that reads a stored sequence. `build` describes the parameters."""
     if images is not None:
         return make_image_reading(images, config.data.image_folder)
     return read if other_store is None else other_store.read
@@ -225,7 +231,7 @@ def _make_objective(
 def _make_teacher(
     config: OfflineJob, store: TrainingStore, tail: str, connection: Connection, vocab_size: int
 ) -> RemoteTeacher:
-    """Return the running teacher, with the row settings of the store."""
+    """Return the live teacher, which scores rollouts with the same row settings as the store."""
     assert config.teacher is not None, "the caller checks for a teacher"
     return RemoteTeacher(
         connection.client,
@@ -242,9 +248,9 @@ def load_task_prompts(
 ) -> list[Prompt]:
     """Return the prompts for `eval.metric`; an empty list if the metric is "none".
 
-    `longest`: longer prompts are skipped. Raises InvalidInput if `data.eval_prompts` cannot be
-    read, lacks a column, has no sufficiently short prompt, or has a token that is not in
-    `model_ids`.
+    `longest`: prompts with more tokens are skipped. Raises InvalidInput if `data.eval_prompts`
+    cannot be read or lacks a column, if all its prompts are too long, or if a prompt has a token
+    that is not in `model_ids`.
     """
     path = config.data.eval_prompts
     if not config.is_evaluated or path is None:
@@ -270,7 +276,10 @@ def load_task_prompts(
 
 
 def split(config: OfflineJob, stores: Stores) -> tuple[Indices, Indices]:
-    """Return the indices of the training and the held-out sequences, determined by the seed."""
+    """Return the indices of the training sequences and of the held-out sequences.
+
+    The seed determines them. Training sequences that are copies of held-out sequences are removed.
+    """
     count = config.eval.prompts
     training_indices = permutation(len(stores.training.data), config.seed, -1)
     held_out_store = stores.held_out

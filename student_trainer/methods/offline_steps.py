@@ -1,4 +1,4 @@
-"""The steps of offline distillation: stored sequences, prefetched, optionally mixed with rollouts.
+"""Reads the stored sequences of offline steps ahead of training, and mixes them with rollouts.
 
 `offline.py` connects these parts.
 """
@@ -33,9 +33,11 @@ ReadSequence = Callable[[LogitDataset, int], PendingRows]
 
 @dataclass(frozen=True)
 class Mixture:
-    """The on-policy part of a step: the student answers the first `count` prompts.
+    """The on-policy part of a step: the student answers the prompts of the first `count` sequences.
 
-    training: samples the answers. teacher: scores the answers.
+    - training: samples the answers.
+    - teacher: scores the answers.
+    - count: the number of answers per step, over all processes.
     """
 
     training: RolloutsOfSteps
@@ -45,10 +47,11 @@ class Mixture:
 
 @dataclass(frozen=True)
 class _Share:
-    """This process's part of a step, read from the store.
+    """The part of a step that this process reads from the store.
 
-    stored_sequences: the stored sequences with their rows. prompts: the prompts that the student
-    answers, each with its rollout number, which fixes the random stream of the answer.
+    - stored_sequences: the stored sequences with their rows.
+    - prompts: the prompts that the student answers, and their rollout numbers. A rollout number
+      fixes the random stream of the answer.
     """
 
     stored_sequences: list[PendingRows]
@@ -56,7 +59,7 @@ class _Share:
 
 
 class StoredSteps:
-    """Steps of stored sequences, which a thread verifies and decodes in advance.
+    """Returns the stored sequences of each step. A thread verifies and decodes them in advance.
 
     At most two future steps are in memory. The sequences of a step depend only on the seed and the
     step number.
@@ -76,9 +79,11 @@ class StoredSteps:
     ) -> None:
         """Set up the order of the sequences without reading them.
 
-        `chosen`: indices of the training sequences in `data`. `per_step`: sequences of a step
-        over all processes. `last_step`: the last step to prefetch. `read`: reads a sequence.
-        `mixture`: None if all sequences of a step are stored sequences.
+        - chosen: indices of the training sequences in `data`.
+        - per_step: the number of sequences of a step over all processes.
+        - last_step: the last step to prefetch.
+        - read: reads a sequence.
+        - mixture: the on-policy part; None if all sequences of a step are stored sequences.
         """
         self._data = data
         self._chosen = chosen
@@ -94,8 +99,8 @@ class StoredSteps:
     def of_step(self, step: int) -> Step:
         """Collective. Return this process's sequences of `step` (from 1) with their rows.
 
-        If a stored sequence is damaged on one rank, raises Corrupt on all ranks, before the step
-        changes any weight.
+        If a stored sequence is damaged on one rank, all ranks raise Corrupt before the step changes
+        a weight.
         """
         for read_step in range(step, min(step + _STEPS_AHEAD, self._last_step) + 1):
             if read_step not in self._reads:
@@ -124,23 +129,27 @@ class StoredSteps:
         return _Share(stored_sequences, self._select_prompts(step))
 
     def _select_prompts(self, step: int) -> tuple[list[Prompt], list[int]]:
-        """Return the prompts of a step that the student answers, and their rollout numbers."""
+        """Return the prompts that this process's student answers, and their rollout numbers."""
         places, own_indices = self._select_sequences(step)
         sampled_indices = [i for i in own_indices if self._mixture and i < self._mixture.count]
         prompts = [stored_prompt(self._data, int(self._chosen[places[i]])) for i in sampled_indices]
         return prompts, [(step - 1) * len(places) + i for i in sampled_indices]
 
     def _select_sequences(self, step: int) -> tuple[Sequence[int], range]:
-        """Return the sequences of a step (indices of `chosen`), and the part of this process."""
+        """Return the sequences of a step as positions in `chosen`, and the part of this process.
+
+        The part of this process is a range of indices into the first result.
+        """
         places = self._order.of_step(step, self._per_step)
         rank, world = self._accelerator.process_index, self._accelerator.num_processes
         return places, range(rank, len(places), world)
 
 
 def read(data: LogitDataset, index: int) -> PendingRows:
-    """Return stored sequence `index` with rows that have already arrived.
+    """Read stored sequence `index`. Its rows are available at once, so nothing waits for them.
 
-    Raises Corrupt if its bytes are damaged. The message names the sequence and the remedy.
+    Raises Corrupt if the bytes of the sequence are damaged. The message names the sequence and the
+    remedy.
     """
     entry, block = data.decoded(index)
     ids = np.frombuffer(entry.token_ids, "<i4").astype(np.int64)
@@ -148,11 +157,12 @@ def read(data: LogitDataset, index: int) -> PendingRows:
 
 
 def make_image_reading(reader: ImageReader, folder: str | None) -> ReadSequence:
-    """Return a function like `read` for stores whose sequences name images.
+    """Return a function that reads stored sequences with images, in the same form as `read`.
 
-    `reader` is the student's image reader. `folder` is the root of the image paths; None means the
-    folder of the captured data. The function raises Corrupt if an image differs from the captured
-    image.
+    - reader: the student's image reader.
+    - folder: the folder that image paths start from; None means the folder of the captured data.
+
+    The returned function raises Corrupt if an image differs from the captured image.
     """
 
     def read_one(data: LogitDataset, index: int) -> PendingRows:
@@ -183,6 +193,6 @@ def make_image_reading(reader: ImageReader, folder: str | None) -> ReadSequence:
 
 
 def stored_prompt(data: LogitDataset, index: int) -> Prompt:
-    """Return the unscored first tokens of stored sequence `index`, which are its prompt."""
+    """Return the prompt of stored sequence `index`: its first tokens, which have no rows."""
     entry = data.entry(index)
     return Prompt(np.frombuffer(entry.token_ids, "<i4")[: entry.start].astype(np.int32), "")

@@ -1,4 +1,4 @@
-"""On-policy distillation: the student samples completions, the teacher scores them.
+"""On-policy distillation: the student samples completions, and the teacher scores them.
 
 One step, in order:
 
@@ -17,14 +17,14 @@ One step, in order:
    for the rows of one group (`PendingRows` -> `ScoredSequence`) and makes its tensors
    (`ScoredSequence` -> `Batch`, both in `data/batch.py`).
 5. Loss. `DistillationObjective` (`objectives/distillation.py`) computes the Top-k KL of each token
-   (`losses/topk.py`) from the teacher's rows and the student's (`model/student.py`, which calls
-   `losses/fused/linear_loss.py`). A teacher with another tokenizer (`teacher.tokenizer`) reads its
-   own tokens of the prompt and the completion (`cross_tokenizer/teacher.py`), and the loss is the
-   cost of words or answers (`cross_tokenizer/objectives.py`, `cross_tokenizer/losses.py`).
+   (`losses/topk.py`) from the rows of the teacher and of the student (`model/student.py`, which
+   calls `losses/fused/linear_loss.py`). A teacher with another tokenizer (`teacher.tokenizer`)
+   reads its own tokens of the prompt and the completion (`cross_tokenizer/teacher.py`). The loss is
+   then the cost of words or answers (`cross_tokenizer/objectives.py`, `cross_tokenizer/losses.py`).
 6. Update. The trainer averages over all tokens of all processes, clips the gradient and runs AdamW.
 
-`prepare` reads and checks what the job needs, and `build` connects these parts. `assembly.py` calls
-both once when an attempt starts.
+`prepare` reads and checks the data that the job needs, and `build` connects these parts.
+`assembly.py` calls both once when an attempt starts.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from student_trainer.teachers.teacher_input import teacher_prompt
 
 
 class OnPolicySteps:
-    """Steps whose sequences are all sampled by the student."""
+    """Returns the sequences of each step. The student samples all of them."""
 
     def __init__(
         self,
@@ -83,8 +83,10 @@ class OnPolicySteps:
     ) -> None:
         """Set up the steps.
 
-        `held_out`: the held-out prompts of all processes; this process uses its share. `training`:
-        samples the rollouts of steps. `answers`: samples the held-out rollouts.
+        - prompts: the training prompts.
+        - held_out: the held-out prompts of all processes; this process uses its share.
+        - training: samples the rollouts of training steps.
+        - answers: samples the held-out rollouts.
         """
         self._accelerator = accelerator
         self._prompts = prompts
@@ -104,7 +106,7 @@ class OnPolicySteps:
         return Step([pending], self._training.metrics(step, pending))
 
     def _select_prompts(self, step: int) -> tuple[list[Prompt], list[int]]:
-        """Return the prompts and the rollout numbers of this process in a step."""
+        """Return this process's prompts of a step, and the rollout number of each prompt."""
         prompts = [
             prompt
             for prompt in self._prompts.of_step(step, self._prompts_per_step)
@@ -119,14 +121,14 @@ class OnPolicySteps:
     def held_out(self) -> list[PendingRows]:
         """Sample this process's held-out rollouts and request their rows. Not collective.
 
-        Call it inside `student.gathered()`. The prompts and the random numbers are the same every
-        time, so that evaluations at different steps are comparable.
+        Call it inside `student.gathered()`. The prompts and the random numbers are the same at
+        every call, so that evaluations at different steps are comparable.
         """
         return self._answers.sample_and_score(self._held_out, self._held_out_numbers)
 
 
 def prepare(config: OnPolicyJob, inputs: Inputs) -> Preparation:
-    """Compare the tokenizers of student and teachers, and read the prompts."""
+    """Compare the tokenizers of student and teachers, and load the prompts."""
     images = load_prompt_images(config)
     pair, vocab_size = pair_tokenizers(config, inputs)
     check_lengths(config, "student", inputs.max_length)
@@ -168,10 +170,12 @@ def build(
 ) -> Method:
     """Build the method of an on-policy job. The module docstring lists the steps.
 
-    `prompts`: the training prompts and the held-out prompts. `pair`: the tokenizers of teacher and
-    student, if they differ. `engine`: samples the rollouts; None: this process samples. For reverse
-    KL, the head of a row is the student's top-k, unless the job selects the teacher's. For forward
-    KL, the head is the teacher's top-k.
+    - prompts: the training prompts and the held-out prompts.
+    - pair: the tokenizers of teacher and student, if they differ.
+    - engine: samples the rollouts; None: this process samples.
+
+    For reverse KL, the head of a row is the student's top-k, unless the job selects the teacher's.
+    For forward KL, the head is the teacher's top-k.
     """
     teachers, tokenizer = inputs.teachers, inputs.tokenizer
     objective: DistillationObjective | CrossTokenizerObjective
@@ -229,7 +233,10 @@ def _make_remote_teachers(
     tokenizer: Any,
     pair: SpecialTokenPair | None,
 ) -> dict[str, TeacherSource]:
-    """Return the teacher services by name. `vocab_size`: number of ids that rows cover."""
+    """Return the teacher services by name.
+
+    `vocab_size`: the number of ids that the rows cover.
+    """
     return {
         name: RemoteTeacher(
             connection.client,

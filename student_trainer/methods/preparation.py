@@ -1,7 +1,7 @@
-"""The inputs and results of `prepare`, and the parts that several methods build.
+"""The inputs and results of `prepare`, and the parts that several methods use.
 
 Each method file (`on_policy.py`, `offline.py`, `rl.py`, `sft.py`) has two functions. `prepare`
-reads and checks the data of a job before any weight is loaded, so that wrong data fails fast.
+reads and checks the data of a job before any weight is loaded, so that wrong data is refused early.
 `build` returns the `Method` that the trainer (`loop/trainer.py`) runs. The trainer does not depend
 on the type of method.
 """
@@ -51,11 +51,11 @@ Build: TypeAlias = Callable[
 class Inputs:
     """The inputs of `prepare` for every method.
 
-    - tokenizer: the student's.
-    - width: number of the student's logits.
-    - max_length: maximum tokens of the student; None without a limit.
-    - teachers: by name; "" is the only teacher of a job without names.
-    - rewards: None if the job has none.
+    - tokenizer: the tokenizer of the student.
+    - width: number of logits of the student.
+    - max_length: maximum number of tokens that the student can read; None without a limit.
+    - teachers: the connection to each teacher, by name; the name is "" if the job has one teacher.
+    - rewards: the reward functions; None if the job has none.
     """
 
     tokenizer: Any
@@ -66,13 +66,14 @@ class Inputs:
 
     @property
     def model_ids(self) -> ModelIds:
-        """The ids that have a logit."""
+        """The token ids that have a logit."""
         return ModelIds.of_tokenizer(self.tokenizer, self.width)
 
     def count_common_ids(self) -> int:
         """Return the number of ids that the student and all its teachers have in common.
 
-        Raises WrongState if a teacher has another tokenizer, or if ids with a token have no logit.
+        Raises WrongState if a teacher has another tokenizer, or if a token of the tokenizer has no
+        logit.
         """
         tokens = vocabulary(self.tokenizer)
         teachers = self.teachers.values()
@@ -85,10 +86,11 @@ class Preparation:
     """The result of `prepare`.
 
     - vocab_size: number of ids that teachers and student have in common.
-    - epoch_size: number of prompts or stored sequences in a pass over the data; 0 if the job
+    - epoch_size: number of prompts or stored sequences in one pass over the data; 0 if the job
       generates its prompts.
-    - images: reader of the images in the job's prompts; None without images.
-    - store: the store of rows that the job trains on.
+    - build: builds the method after the student is loaded.
+    - images: reads the images in the job's prompts; None without images.
+    - store: the store of rows that the job trains on; None without a store.
     """
 
     vocab_size: int
@@ -101,9 +103,10 @@ class Preparation:
 def pair_tokenizers(
     config: OnPolicyJob | RLJob, inputs: Inputs
 ) -> tuple[TokenizerPair | SpecialTokenPair | None, int]:
-    """Return the tokenizers of student and teacher if they differ, and the number of common ids.
+    """Return the tokenizers of student and teacher, and the number of ids that they share.
 
-    Raises the errors of `compare_tokenizers` and `Inputs.count_common_ids`.
+    The first result is None if the tokenizers are equal. Raises the errors of `compare_tokenizers`
+    and `Inputs.count_common_ids`.
     """
     pair = compare_tokenizers(config, inputs.teachers, inputs.tokenizer)
     if pair is None:
@@ -114,12 +117,15 @@ def pair_tokenizers(
 
 
 def load_prompt_images(config: OnPolicyJob | RLJob) -> ImageReader | None:
-    """Return the reader of the images in the job's prompts; None without images."""
+    """Return the reader of the images in the job's prompts; None if the prompts have no images."""
     return load_image_reader(config.student) if config.prompt_format.image_column else None
 
 
 def check_shares(data: DataConfig | None, processes: int, held_out: int) -> None:
-    """Raise InvalidInput if a process gets none of the `held_out` prompts."""
+    """Raise InvalidInput if there are fewer held-out prompts than processes.
+
+    Each process needs at least one of the `held_out` prompts.
+    """
     if held_out < processes:
         raise InvalidInput(
             f"{held_out} held-out prompts are too few for {processes} processes",
@@ -136,10 +142,10 @@ def sampling_settings(
     temperature: float,
     draws: int = 0,
 ) -> SamplingSettings:
-    """Return the settings of rollouts, for sampling in this process or by an engine.
+    """Return the settings of rollouts, for this process or for an engine.
 
-    `top_k` is the number of head ids to record for each sampled token; 0 records none. `draws` is
-    the number of ids to draw from the tail of each token.
+    - top_k: the number of head ids to record for each sampled token; 0 records none.
+    - draws: the number of ids to draw from the tail for each token.
     """
     return SamplingSettings(
         top_k=top_k,
@@ -163,7 +169,7 @@ def sampling_batch(config: AnyTraining) -> int:
 def make_sampler(
     config: AnyTraining, student: Replicated | Sharded, tokenizer: Any, settings: SamplingSettings
 ) -> Sampler:
-    """Return the sampler of this process."""
+    """Return a sampler that runs the student in this process."""
     return Sampler(
         student.full.model,
         tokenizer,
@@ -180,7 +186,7 @@ def make_sampler(
 def plain_rollouts(
     config: AnyTraining, student: Replicated | Sharded, tokenizer: Any, settings: SamplingSettings
 ) -> HuggingFaceRollouts:
-    """Return the single-turn rollouts that this process samples."""
+    """Return single-turn rollouts that are sampled in this process."""
     return HuggingFaceRollouts(
         make_sampler(config, student, tokenizer, settings),
         max_new_tokens=settings.stream_tokens,
@@ -199,8 +205,8 @@ def held_out_evaluation(
 ) -> Evaluation:
     """Return the held-out evaluation of a job without rewards.
 
-    `read_held_out` returns this process's sequences with their rows. `prompts` are the prompts of
-    all processes, for `eval.metric`.
+    - read_held_out: returns this process's held-out sequences with their rows.
+    - prompts: the prompts of all processes, for `eval.metric`.
     """
     task = (
         TaskEvaluation(prompts, accelerator, tokenizer, rollouts) if config.is_evaluated else None

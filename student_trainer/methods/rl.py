@@ -33,8 +33,8 @@ One step, in order:
 11. Update. The trainer divides by the sum of the weights of all processes, clips the gradient, runs
     AdamW and calls `Anchor.after_update`.
 
-`prepare` reads and checks what the job needs, and `build` connects these parts. `assembly.py` calls
-both once when an attempt starts.
+`prepare` reads and checks the data that the job needs, and `build` connects these parts.
+`assembly.py` calls both once when an attempt starts.
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ from student_trainer.teachers.source import NoTeacher, PendingRows, TeacherSourc
 
 @dataclass(frozen=True)
 class PendingRLSequence(PendingRows):
-    """A rollout whose rows may not have arrived, with its advantage and its weight.
+    """A rollout with its advantage and its weight. Its rows may not have arrived yet.
 
     - rows: the rows of the first teacher source.
-    - other_rows: the rows of the other sources.
-    - advantage: [] for the full answer, or [learned], one for each learned token.
+    - other_rows: the rows of the other teacher sources.
+    - advantage: a scalar for the full answer, or one value per learned token, [learned].
     - is_included: False if the loss excludes the answer.
     - weight: the weight of the answer in the mean of an update.
-    - old_logprobs: as in RLSequence.
+    - old_logprobs: see `RLSequence`.
     """
 
     other_rows: tuple[Future[RowBlock], ...]
@@ -117,7 +117,7 @@ class PendingRLSequence(PendingRows):
         return self.weight
 
     def wait(self) -> RLSequence:
-        """Wait for the rows of all sources. Raises the error of the source that failed."""
+        """Wait for the rows of all sources. Raises the error of a source that failed."""
         select_learned = self.sequence.learned_rows
         other_rows = tuple(select_learned(first_rows.result()) for first_rows in self.other_rows)
         first_rows = select_learned(self.rows.result())
@@ -132,9 +132,10 @@ class PendingRLSequence(PendingRows):
 
 
 class RLSteps:
-    """Steps of groups of rollouts with rewards.
+    """Returns the updates of each step: groups of rollouts with rewards.
 
-    Each process samples whole groups, so advantages need no rewards from other processes.
+    Each process samples whole groups, so it computes advantages without rewards from other
+    processes.
     """
 
     def __init__(
@@ -150,9 +151,13 @@ class RLSteps:
     ) -> None:
         """Set up the steps.
 
-        `held_out`: the held-out prompts of all processes. `answers`: samples rollouts and requests
-        the rows of `sources[0]`. `sources`: at least one; the rows of the sources after the first
-        are requested at the same head ids. `critic`: None if advantages come from the group.
+        - held_out: the held-out prompts of all processes; this process uses its share.
+        - groups: samples the groups of a step.
+        - answers: samples held-out rollouts and requests the rows of `sources[0]`.
+        - sources: the models that score rollouts, at least one. The rows of the sources after the
+          first are requested at the same head ids.
+        - critic: None if advantages come from the group.
+        - old_policy: computes the log-probs under p_old; None if the loss has no policy gradient.
         """
         self._method = config.method
         self._searches = config.environment is not None
@@ -166,8 +171,7 @@ class RLSteps:
         self._held_out = list(enumerate(held_out))[rank::world]
 
     def of_step(self, step: int) -> Step:
-        """Collective. Sample and score the rollouts of `step` (from 1), and divide them into the
-        updates of this step.
+        """Collective. Sample and score the rollouts of `step` (from 1), and divide them by update.
 
         A DistillError of one rank is raised on all ranks.
         """
@@ -196,8 +200,8 @@ class RLSteps:
     def held_out(self) -> list[PendingRows]:
         """Sample this process's held-out rollouts and request their rows. Not collective.
 
-        Call it inside `student.gathered()`. The prompts and the random numbers are the same every
-        time, so that evaluations at different steps are comparable.
+        Call it inside `student.gathered()`. The prompts and the random numbers are the same at
+        every call, so that evaluations at different steps are comparable.
         """
         # Negative: training rollouts are numbered from 0, and a number fixes the random stream.
         numbers = [-1 - index for index, _ in self._held_out]
@@ -211,7 +215,7 @@ class RLSteps:
     def _request_other_rows(
         self, pending: Sequence[PendingRows]
     ) -> list[tuple[Future[RowBlock], ...]]:
-        """Collective. Request the rows of the sources after the first, for each rollout."""
+        """Collective. For each rollout, request the rows of all sources except the first."""
         rollouts = _rollouts_of(pending)
         other_rows = [
             tuple(source.score(rollout) for source in self._sources[1:]) for rollout in rollouts
@@ -223,7 +227,10 @@ class RLSteps:
     def _compute_advantages(
         self, rollouts: Sequence[Rollout], rewards: Tensor, metric_sums: dict[str, Tensor]
     ) -> list[Tensor]:
-        """Return the advantage of each answer: [], or [learned] with a critic."""
+        """Return the advantage of each answer.
+
+        It is a scalar, or, with a critic, one value per learned token.
+        """
         weight = self._method.reward_weight
         if self._critic is None:
             scale_by_std = self._method.advantages == "group"
@@ -255,9 +262,10 @@ class RLSteps:
     def _build_updates(
         self, update_parts: list[list[PendingRLSequence]]
     ) -> list[list[PendingRLSequence]]:
-        """Collective. Return the updates of all epochs; `update_parts`: the updates of one epoch.
+        """Collective. Return the updates of all epochs of a step.
 
-        All updates except the first have log-probs under p_old, computed once.
+        `update_parts`: the updates of one epoch. The log-probs under p_old are computed once. All
+        updates except the first receive them.
         """
         first_update, *later_updates = update_parts
         extra_epochs = self._method.epochs_per_step - 1
@@ -280,7 +288,10 @@ class RLSteps:
 
 
 def _use_teacher_head(item: PendingRows) -> PendingRows:
-    """Replace the rollout's head ids by the teacher's, for the anchor. Waits for the teacher."""
+    """Replace the rollout's head ids by the teacher's, so that the anchor scores the same ids.
+
+    This function waits for the teacher's rows.
+    """
     head = torch.from_numpy(item.rows.result().head_ids)
     return PendingRows(replace(cast(Rollout, item.sequence), head_ids=head), item.rows)
 
@@ -290,7 +301,7 @@ def _rollouts_of(pending: Sequence[PendingRows]) -> list[Rollout]:
 
 
 def prepare(config: RLJob, inputs: Inputs) -> Preparation:
-    """Compare the tokenizers of student and teacher; read the prompts, and open the retriever."""
+    """Compare the tokenizers of student and teacher, load the prompts, and open the retriever."""
     images = load_prompt_images(config)
     pair, vocab_size = pair_tokenizers(config, inputs)
     assert not isinstance(pair, TokenizerPair), "compare_tokenizers refuses such a pair"
@@ -317,9 +328,8 @@ def build(
 ) -> Method:
     """Build the method of an RL job. The module docstring lists the steps.
 
-    `engine`: samples the rollouts; None: this process samples.
-
-    The anchor starts as a copy of the student's current weights.
+    `engine`: samples the rollouts; None: this process samples. The anchor starts as a copy of the
+    student's current weights.
     """
     method, rewards = config.method, material.rewards
     assert (rewards is None) == (config.reward is None), "rewards and config differ"
@@ -386,7 +396,10 @@ def build(
 
 
 def _sample_settings(config: RLJob) -> Samples | None:
-    """Return the settings of sampled held-out answers; None for one greedy answer per prompt."""
+    """Return the settings for sampling several held-out answers per prompt.
+
+    None if the evaluation uses one greedy answer per prompt.
+    """
     if not config.eval.temperature:
         return None
     # Negative, below the numbers of `RLSteps.held_out`: a number fixes the random stream.

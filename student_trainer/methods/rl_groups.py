@@ -1,8 +1,8 @@
-"""The groups of an RL step: prompts, answers and rewards, sampled in one round or in several.
+"""Samples the groups of an RL step (prompts, answers and rewards), in one round or in several.
 
-With `method.dynamic_sampling` > 1, a group whose rewards are all equal, and whose advantages are
-therefore 0, is replaced by the group of another prompt (dynamic sampling of DAPO, arXiv 2503.14476,
-section 3.2).
+If all rewards of a group are equal, its advantages are 0 and the student learns nothing from it.
+With `method.dynamic_sampling` > 1, the group of another prompt replaces it (dynamic sampling of
+DAPO, arXiv 2503.14476, section 3.2).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Groups:
-    """This process's groups of a step: G groups of n answers, in the order of the updates.
+    """The groups of this process in a step: G groups of n answers, in the order of the updates.
 
-    - pending: G * n rollouts with requested rows, group by group.
+    - pending: G * n rollouts whose rows are requested, group by group.
     - rewards: [G, n] float64, NaN if an answer has none.
-    - metric_sums: as in `Step`, over all sampled answers.
-    - reward_seconds: time spent on rewards.
+    - metric_sums: the metrics of all sampled answers, see `Step`.
+    - reward_seconds: time in seconds spent on rewards.
     """
 
     pending: list[PendingRows]
@@ -51,9 +51,10 @@ class Groups:
 class GroupSampler:
     """Samples the groups of a step and computes their rewards; every process samples full groups.
 
-    Round r of step s has the prompts of step (s - 1) * N + r of a job with one round per step,
-    where N is `method.dynamic_sampling` and r in 1..N. So the prompts of a step do not depend on
-    the number of rounds of earlier steps; prompts of unused rounds are skipped until a later epoch.
+    A step has up to N = `method.dynamic_sampling` rounds. Round r (1 to N) of step s uses the
+    prompts that step (s - 1) * N + r would use in a job with one round per step. So the prompts of
+    a step do not depend on the number of rounds of earlier steps. The prompts of rounds that were
+    not needed are skipped until a later epoch.
     """
 
     def __init__(
@@ -67,8 +68,9 @@ class GroupSampler:
     ) -> None:
         """Set up the sampler.
 
-        `training`: samples the rollouts of a step with one round. `answers`: samples the rollouts
-        of a step with several rounds. `rollout_rewards`: None if the job has no reward.
+        - training: samples the rollouts of a step that has one round.
+        - answers: samples the rollouts of a step that has several rounds.
+        - rollout_rewards: computes the rewards; None if the job has no reward.
         """
         self._size = config.method.rollouts_per_prompt
         self._updates = config.method.updates_per_step
@@ -87,7 +89,7 @@ class GroupSampler:
         return [range(first + rank, last, world) for first, last in pairwise(ends)]
 
     def of_step(self, step: int) -> Groups:
-        """Collective. Sample the groups of `step` (from 1), as many as `shares` has indices.
+        """Collective. Sample the groups of `step` (from 1), one group for each index in `shares`.
 
         A DistillError of one rank is raised on all ranks.
         """
@@ -105,11 +107,11 @@ class GroupSampler:
         return Groups(pending, rewards, metric_sums, time.monotonic() - started_at)
 
     def _sample_in_rounds(self, step: int) -> Groups:
-        """Collective. Sample in rounds until every process has its groups or the rounds run out.
+        """Collective. Sample rounds until every process has enough groups or no round is left.
 
-        Groups with different rewards are chosen first, in sampling order, then the earliest groups
-        with equal rewards. The numbers of groups and rounds are equal on all ranks, so all ranks
-        run the same collectives. Rows are requested at the end, for the chosen groups only.
+        Groups whose rewards differ are selected first, in the order of sampling, then the earliest
+        groups whose rewards are equal. All ranks have the same number of groups and of rounds, so
+        they run the same collectives. Rows are requested at the end, only for the selected groups.
         """
         group_count = sum(map(len, self.shares()))
         varied_groups: list[tuple[list[Rollout], Tensor]] = []
@@ -155,9 +157,10 @@ class GroupSampler:
         )
 
     def _deal_groups(self, groups: Sequence[Item]) -> list[Item]:
-        """Return the groups in the order of the updates, assigned to the updates round-robin.
+        """Assign the groups to the updates in turn, and return them in the order of the updates.
 
-        So every update gets its share of the first groups, whose rewards differ.
+        The first groups are those whose rewards differ. In this way every update gets its share of
+        them.
         """
         shares = enumerate(self.shares())
         places = [(turn, update) for update, share in shares for turn in range(len(share))]
@@ -169,7 +172,7 @@ class GroupSampler:
         return raise_on_all_ranks(self._accelerator, lambda: self._answers.sample(prompts, numbers))
 
     def _select_prompts(self, round_number: int) -> tuple[list[Prompt], list[int]]:
-        """Return this process's prompts and rollout numbers of a round, counted from 1."""
+        """Return this process's prompts and rollout numbers of round `round_number` (from 1)."""
         prompts = self._prompts.of_step(round_number, self._count)
         own_indices = [index for share in self.shares() for index in share]
         offset = (round_number - 1) * self._count * self._size
@@ -179,7 +182,10 @@ class GroupSampler:
         return [prompts[index] for index in own_indices for _ in range(self._size)], numbers
 
     def _compute_rewards(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> Tensor:
-        """Return rewards [G, n] float64 of G groups of n answers; NaN if an answer has none."""
+        """Return rewards [G, n] float64 for G groups of n answers.
+
+        An answer without a reward has NaN.
+        """
         values = np.full(len(rollouts), np.nan)
         if self._rollout_rewards is not None and rollouts:
             values = self._rollout_rewards(prompts, rollouts)

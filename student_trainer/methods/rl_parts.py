@@ -1,4 +1,7 @@
-"""The parts of an RL job: samplers, teacher sources, the old policy. `rl.py` connects them."""
+"""Builds the parts of an RL job: samplers, teacher sources, the old policy.
+
+`rl.py` connects them.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +38,11 @@ from student_trainer.teachers.source import TeacherSource
 
 @dataclass(frozen=True)
 class RLMaterial(Inputs):
-    """Everything an RL job loads before the student's weights.
+    """The inputs of an RL job that are loaded before the student's weights.
 
-    retriever: None if the job has no environment. pair: the special tokens of student and teacher,
-    if these differ.
+    - prompts: the training prompts and the held-out prompts.
+    - retriever: None if the job has no environment.
+    - pair: the special tokens of student and teacher; None if they are equal.
     """
 
     prompts: RLPrompts
@@ -54,7 +58,7 @@ def engine_rollouts(
     *,
     for_evaluation: bool = False,
 ) -> EngineRollouts:
-    """Return the sampler of `make_rollouts` that samples with the engine."""
+    """Return rollouts that the engine samples; see `make_rollouts`."""
     settings = _sampling_settings(config, student, for_evaluation)
     return engine.rollouts(settings, _make_conversations(config, material))
 
@@ -67,7 +71,10 @@ def make_rollouts(
     *,
     for_evaluation: bool = False,
 ) -> Rollouts:
-    """Return the sampler of training and KL rollouts, or of task answers if `for_evaluation`."""
+    """Return the sampler of rollouts for training and for the held-out KL.
+
+    With `for_evaluation`, return the sampler of answers for `eval.metric` and held-out rewards.
+    """
     if engine is not None:
         return engine_rollouts(config, material, student, engine, for_evaluation=for_evaluation)
     settings = _sampling_settings(config, student, for_evaluation)
@@ -113,7 +120,7 @@ def _make_conversations(config: RLJob, material: RLMaterial) -> SearchConversati
 def teacher_sources(
     config: RLJob, material: RLMaterial, student: Replicated | Sharded
 ) -> tuple[TeacherSource, ...]:
-    """Return the teacher service of the job as a source; none if it has no teacher."""
+    """Return a tuple with the job's teacher service; an empty tuple if the job has no teacher."""
     if config.teacher is None:
         return ()
     method, connection = config.method, material.teachers[""]
@@ -137,10 +144,10 @@ def anchor_teacher(
     accelerator: Accelerator,
     student: Replicated | Sharded,
 ) -> AnchorTeacher:
-    """Return the anchor as a source of rows.
+    """Return a teacher source that scores rollouts with the anchor.
 
-    The head ids are the anchor's top-k for forward KL without a teacher, otherwise the head ids of
-    the rollouts.
+    For forward KL without a teacher, the head ids are the anchor's top-k. Otherwise they are the
+    head ids of the rollouts.
     """
     method = config.method
     own_head = method.direction == "forward" and config.teacher is None
@@ -156,12 +163,12 @@ def anchor_teacher(
 
 
 class OldPolicy:
-    """Log-probs of sampled tokens under the student before an update, in the trainer's arithmetic.
+    """Computes log-probs of sampled tokens under p_old, the student before a step's first update.
 
-    PPO's ratio compares the student with the student before the first update of a step. The
-    log-probs that the sampler recorded cannot replace these: in bfloat16 two programs compute
-    different log-probs with the same weights, and the ratios of full answers would exceed the clips
-    of GSPO.
+    PPO's ratio compares the student with p_old. The log-probs that the sampler recorded cannot
+    replace those of p_old: in bfloat16, two programs compute different log-probs from the same
+    weights, and the ratios of full answers would exceed the clip bounds of GSPO. So the trainer's
+    own forward pass computes them.
     """
 
     def __init__(
@@ -174,7 +181,7 @@ class OldPolicy:
     def __call__(self, updates: Sequence[Sequence[Rollout]]) -> list[list[Tensor]]:
         """Collective. Return log-probs [learned] float32 on the CPU for each rollout, in nats.
 
-        `updates`: the rollouts of each update. Each update has its own micro-batches, as in
+        `updates`: the rollouts of each update. Each update has the same micro-batches as in
         training, because other micro-batches would round differently. Call this outside
         `student.gathered()`.
         """

@@ -20,8 +20,8 @@ One step, in order:
 5. Update. The trainer divides by the number of learned tokens of all processes, clips the gradient
    and runs AdamW.
 
-`prepare` reads and checks what the job needs, and `build` connects these parts. `assembly.py` calls
-both once when an attempt starts.
+`prepare` reads and checks the data that the job needs, and `build` connects these parts.
+`assembly.py` calls both once when an attempt starts.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ from student_trainer.teachers.source import PendingRows, resolved
 
 
 class SFTSteps:
-    """Steps of reference answers: a pure function of the seed and the step number."""
+    """Returns the sequences of each step, with the reference answers of the data.
+
+    They depend only on the seed and the step number.
+    """
 
     def __init__(
         self,
@@ -77,19 +80,22 @@ class SFTSteps:
         ]
 
     def held_out(self) -> list[PendingRows]:
-        """Return this process's held-out sequences, the same every time."""
+        """Return this process's held-out sequences. They are the same at every call."""
         return [make_pending(example) for example in self._held_out]
 
 
 def make_pending(example: Example) -> PendingRows:
-    """Return the sequence of an example with placeholder rows that have no head."""
+    """Return the sequence of an example with placeholder rows, because there is no teacher.
+
+    The placeholder rows have no head ids.
+    """
     sequence = example.sequence
     rows = placeholder_rows(np.zeros((sequence.learned, 0), np.int32))
     return PendingRows(sequence, resolved(rows))
 
 
 def prepare(config: SFTJob, inputs: Inputs) -> Preparation:
-    """Read the examples, and check their lengths against the student's."""
+    """Load the examples, and check that the student can read sequences of their length."""
     check_max_tokens(config.method.max_tokens, inputs.max_length)
     examples = load_examples(config, inputs.tokenizer, inputs.model_ids)
     held_out = examples[1]
@@ -116,8 +122,8 @@ def build(
 ) -> Method:
     """Build the method of a fine-tuning job. The module docstring lists the steps.
 
-    `examples`: the training examples and the held-out examples. The prompts of the held-out
-    examples are also used for exact match, if the job enables exact match.
+    `examples`: the training examples and the held-out examples. If the job enables exact match, the
+    prompts of the held-out examples are also used for it.
     """
     training, held_out = examples
     objective = CrossEntropyObjective()

@@ -1,1 +1,1 @@
-"""Samplers of rollouts: single-turn with transformers, multi-turn with a search engine."""
+"""Samples rollouts: single-turn with transformers, multi-turn with a search engine."""

@@ -15,14 +15,18 @@ CACHE_ARGUMENT = "cache" if "cache" in _STEP else "past_key_values"
 
 
 class NarrowCache(DynamicCache):  # type: ignore[misc]
-    """Keeps keys and values in bfloat16, the dtype in which attention reads them under autocast.
+    """A key-value cache in bfloat16, the dtype in which attention reads it under autocast.
 
-    With float32 weights, rotated keys are float32. The default cache of transformers then stores
-    keys and values in float32 and casts all of them for every token, with equal results.
+    With float32 weights, the keys after rotary embedding are float32. The default cache of
+    transformers then stores keys and values in float32 and casts all of them for every token. The
+    results are equal.
     """
 
     def update(self, key: Tensor, value: Tensor, *layer: Any, **options: Any) -> Any:
-        """Add keys and values of a layer, and return all of this layer; see `DynamicCache`."""
+        """Add new keys and values of a layer, and return all keys and values of this layer.
+
+        See `DynamicCache`.
+        """
         return super().update(key.to(torch.bfloat16), value.to(torch.bfloat16), *layer, **options)
 
 

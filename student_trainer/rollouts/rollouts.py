@@ -17,7 +17,8 @@ from student_trainer.rollouts.sampler import SampledTokens, Sampler, rollout_noi
 class Rollouts(Protocol):
     """Samples completions of prompts with the student.
 
-    in_process: whether this process samples, inside `student.gathered()`; otherwise an engine does.
+    in_process: True if this process samples, inside `student.gathered()`; False if an engine
+    samples.
     """
 
     in_process: bool
@@ -27,23 +28,27 @@ class Rollouts(Protocol):
     ) -> Iterator[list[Rollout]]:
         """Yield the rollouts of the prompts in order, batch by batch.
 
-        numbers[i]: the rollout number of prompts[i], which fixes its random numbers together with
-        `seed`. `greedy`: take the most likely token instead of sampling.
+        - numbers: numbers[i] is the rollout number of prompts[i]. Together with `seed`, it fixes
+          the random numbers of the rollout.
+        - greedy: take the most likely token instead of sampling.
         """
 
 
 def sampling_context(
     student: Replicated | Sharded, rollouts: Rollouts
 ) -> AbstractContextManager[None]:
-    """Collective. Return the context of `generate`: weights are gathered for this process only."""
+    """Collective. Return the context in which `generate` must be called.
+
+    The context gathers the weights of the student, but only if this process samples.
+    """
     return student.gathered() if rollouts.in_process else nullcontext()
 
 
 class HuggingFaceRollouts:
     """Samples one completion per prompt.
 
-    Each rollout has its own stream of random numbers, fixed by the seed and the rollout number.
-    Apart from rounding in the model, a completion does not depend on its batch or process.
+    Each rollout has its own stream of random numbers, fixed by the seed and the rollout number. So
+    a completion does not depend on its batch or process, except for rounding in the model.
     """
 
     in_process = True
@@ -51,8 +56,8 @@ class HuggingFaceRollouts:
     def __init__(self, sampler: Sampler, *, max_new_tokens: int, batch_tokens: int) -> None:
         """Set up the rollouts.
 
-        `max_new_tokens`: limit of a completion. `batch_tokens`: maximum tokens of a batch, with
-        padding.
+        - max_new_tokens: maximum tokens of a completion.
+        - batch_tokens: maximum tokens of a batch, including padding.
         """
         self._sampler = sampler
         self._max_new_tokens = max_new_tokens
@@ -82,10 +87,12 @@ class HuggingFaceRollouts:
 
 
 def batches(lengths: Sequence[int], max_new_tokens: int, batch_tokens: int) -> Iterator[slice]:
-    """Yield slices of sequences to sample together, in at most `batch_tokens` tokens with padding.
+    """Yield slices of sequences that are sampled together in one batch.
 
-    `lengths`: tokens of each sequence before the sampled ones. A slice has at least one sequence,
-    even if that exceeds `batch_tokens`.
+    - lengths: the number of tokens of each sequence before sampling.
+    - batch_tokens: maximum tokens of a batch, including padding and sampled tokens.
+
+    A slice has at least one sequence, even if this sequence alone exceeds `batch_tokens`.
     """
     longest = max(lengths, default=0) + max_new_tokens
     size = max(1, batch_tokens // longest)
@@ -93,7 +100,7 @@ def batches(lengths: Sequence[int], max_new_tokens: int, batch_tokens: int) -> I
 
 
 def build_rollout(prompt: Prompt, completion: SampledTokens) -> Rollout:
-    """Return the rollout of a prompt and the tokens sampled after it."""
+    """Return the rollout that consists of a prompt and the tokens sampled after it."""
     return Rollout(
         token_ids=torch.cat([torch.from_numpy(prompt.ids).long(), completion.token_ids]),
         start=len(prompt.ids),

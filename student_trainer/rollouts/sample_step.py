@@ -2,8 +2,9 @@
 
 `sample_step` also records the log-probs, the head ids and the tail draws of the sampling policy.
 All engines call `sample_step`, so equal logits and random numbers give equal tokens. `draw_tail`
-draws ids from the tail of the policy, for tail mode `bucket+draws`. In shapes, B is the number of
-sequences, V of ids, k of head ids, M of draws, and, in `draw_tail`, N the number of rows.
+draws ids from the tail of the policy, for tail mode `bucket+draws`.
+
+Shapes: B sequences, V ids, k head ids, M draws. In `draw_tail`, N rows.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ _ONE_STAGE = 1024
 
 @dataclass(frozen=True)
 class SampledStep:
-    """One token per sequence, and the policy that it was sampled from, softmax(logits / T).
+    """One sampled token per sequence, and records of the policy, which is softmax(logits / T).
 
-    - token_ids [B] int64.
+    - token_ids [B] int64: the sampled tokens.
     - logprobs [B] float32: the policy's log-probs of the tokens, in nats.
     - head_ids [B, k] int64: the policy's top-k ids.
     - draws: ids and log-probs [B, M]; None if there are none.
@@ -51,10 +52,13 @@ def sample_step(
 ) -> SampledStep:
     """Sample one token per row of logits [B, V] by inverse CDF, and record the policy.
 
-    uniforms [B] float64: random numbers in [0, 1); None takes the most likely tokens, without
-    draws. `top_p`: sample from the nucleus with this probability; all records are of the policy
-    before this restriction. `draws`: M. draw_uniforms [B] float64: random numbers of the draws;
-    None draws none. `never`: an id that must not be sampled; the recorded policy includes this id.
+    - uniforms [B] float64: random numbers in [0, 1); None takes the most likely tokens, without
+      draws.
+    - top_p: sample only from the nucleus with this total probability. The records describe the
+      policy without this restriction.
+    - draws: M, the number of ids to draw from the tail per token.
+    - draw_uniforms [B] float64: random numbers for the draws; None draws none.
+    - never: an id that must not be sampled. The recorded policy includes this id.
     """
     logprobs = (logits.float() / temperature).log_softmax(1)
     head_ids = logprobs.topk(top_k, dim=1).indices
@@ -79,10 +83,10 @@ def sample_step(
 
 
 def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """Zero the probabilities [B, V] outside the nucleus (Holtzman et al., arXiv 1904.09751).
+    """Set the probabilities [B, V] outside the nucleus to 0 (Holtzman et al., arXiv 1904.09751).
 
     The nucleus is the smallest set of most likely tokens with a total probability of at least
-    `top_p`; it always contains the most likely token. The result is not normalised.
+    `top_p`. It always contains the most likely token. The result is not normalised.
     """
     sorted_probabilities, ids = probabilities.sort(1, descending=True)
     mass_before = sorted_probabilities.cumsum(1) - sorted_probabilities
@@ -92,7 +96,10 @@ def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
 
 
 def _exclude_id(values: Tensor, never: int | None, replacement: float) -> Tensor:
-    """Return values [B, V] with `replacement` at the id `never`; `values` itself if it is None."""
+    """Return a copy of values [B, V] with `replacement` at the id `never`.
+
+    If `never` is None, return `values` itself.
+    """
     if never is None:
         return values
     copy = values.clone()
@@ -101,18 +108,20 @@ def _exclude_id(values: Tensor, never: int | None, replacement: float) -> Tensor
 
 
 def draw_tail(weights: Tensor, head_ids: Tensor, uniforms: Tensor, count: int) -> TailDraws:
-    """Draw `count` ids per row, in proportion to `weights`, from the ids that are not in the head.
+    """Draw `count` ids per row from the ids that are not in the head, in proportion to `weights`.
 
-    Stratified inverse CDF: one uniform number u per row gives the levels (i + u)/M, i = 0..M-1.
-    Each id z of the tail is drawn M p(z)/P_t times in expectation, where P_t is the tail mass, and
-    the number of draws of an id differs from this expectation by less than 1.
+    - weights [N, V]: probabilities, not necessarily normalised. They are overwritten with 0 at the
+      head ids. Use float64: the running sums have the same dtype, and the relative error of an id's
+      probability is about that of one sum.
+    - head_ids [N, k] int64.
+    - uniforms [N]: in [0, 1), in the dtype of the weights.
+    - count: M, the number of draws per row.
 
-    weights [N, V]: probabilities, not necessarily normalised; overwritten with 0 at the head ids.
-    Use float64: the running sums have the same dtype, and the relative error of an id's probability
-    is about that of one sum. head_ids [N, k] int64. uniforms [N]: in [0, 1), in the dtype of the
-    weights. `count`: M.
+    Method: stratified inverse CDF. One uniform number u per row gives the levels (i + u)/M, i =
+    0..M-1. Each id z of the tail is drawn M p(z)/P_t times in expectation, where P_t is the tail
+    mass. The number of draws of an id differs from this expectation by less than 1.
 
-    An id of weight 0 is never drawn. In a row whose tail has no weight, all ids are 0 with the
+    An id of weight 0 is never drawn. If the tail of a row has no weight, all its ids are 0 with the
     log-prob +inf, which `topk_kl` ignores. The ids of a row are in ascending order. The log-probs
     have the dtype of the weights.
     """
@@ -137,7 +146,10 @@ def draw_tail(weights: Tensor, head_ids: Tensor, uniforms: Tensor, count: int) -
 
 
 def _invert_cdf_in_groups(weights: Tensor, sums: Tensor, levels: Tensor) -> Tensor:
-    """Select ids [N, M] by inverse CDF of weights [N, V] at levels [N, M], in two stages."""
+    """Select ids [N, M] by inverse CDF of weights [N, V] at levels [N, M], in two stages.
+
+    The first stage selects a group by `sums`, the second an id within the group.
+    """
     groups, levels = _invert_cdf(sums, levels)
     ids = groups[:, :, None] * _GROUP + torch.arange(_GROUP, device=weights.device)
     is_padding = ids >= weights.shape[1]
@@ -148,7 +160,10 @@ def _invert_cdf_in_groups(weights: Tensor, sums: Tensor, levels: Tensor) -> Tens
 
 
 def _group_sums(weights: Tensor) -> Tensor:
-    """Return the sums over groups of _GROUP ids, [N, V / _GROUP]; the last may be smaller."""
+    """Return the sum of the weights of each group of _GROUP ids, [N, V / _GROUP] rounded up.
+
+    The last group may be smaller.
+    """
     grouped_size = weights.shape[1] // _GROUP * _GROUP
     sums = weights[:, :grouped_size].view(len(weights), grouped_size // _GROUP, _GROUP).sum(2)
     if grouped_size == weights.shape[1]:
@@ -159,7 +174,8 @@ def _group_sums(weights: Tensor) -> Tensor:
 def _invert_cdf(weights: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
     """Select entries of weights [n, G] by inverse CDF at levels [n, M] in [0, 1].
 
-    Returns the indices [n, M], and the relative position of each level within its entry, in [0, 1].
+    Returns the indices [n, M], and the relative position of each level within its entry, from 0 to
+    1.
     """
     # An entry of weight 0 must end exactly where its predecessor ends. A parallel sum may round
     # differently, so take the running maximum instead.

@@ -33,12 +33,12 @@ _DRAW_STREAM = 1 << 31
 class SampledTokens:
     """The L tokens that were sampled for one sequence, on the CPU.
 
-    - token_ids [L] int64.
+    - token_ids [L] int64: the sampled tokens.
     - head_ids [L, k] int32: the top-k ids of the policy.
     - token_logprobs [L] float32: the policy's log-probs of the tokens, in nats.
-    - ended: whether the last token is an end token.
-    - closed: whether the last token completes a mark.
-    - draws: the draws of the L tokens; None if there are none.
+    - ended: True if the last token is an end token.
+    - closed: True if the last token completes one of the `Marks`.
+    - draws: the ids drawn from the tail for the L tokens; None if there are none.
     - versions: (version of the weights, number of consecutive tokens), in the order of the tokens;
       empty if the trainer's own process sampled them.
     """
@@ -53,7 +53,7 @@ class SampledTokens:
 
 
 class Marks:
-    """Texts that end a turn when they are sampled, in any tokenization."""
+    """Texts that end a turn of a rollout when the student writes them, in any tokenization."""
 
     def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
         self._tokenizer = tokenizer
@@ -65,9 +65,10 @@ class Marks:
         self._closing = torch.tensor(may_close)
 
     def may_close(self, ids: Tensor) -> Tensor:
-        """Return which tokens could be the last token of a mark: bool, with the shape of `ids`.
+        """Return a mask of the tokens that could be the last token of a mark; same shape as `ids`.
 
-        This is a fast filter: true for tokens that contain the last character of a mark.
+        This is a fast filter: it is True for every token that contains the last character of a
+        mark.
         """
         is_token = ids < len(self._closing)  # a model may have more ids than its tokenizer has
         return is_token & self._closing.to(ids.device)[ids.clamp(max=len(self._closing) - 1)]
@@ -75,7 +76,7 @@ class Marks:
     def closed_by(self, ids: Tensor) -> bool:
         """Return True if the last token of `ids` [n] completes a mark.
 
-        Decodes as many tokens as the longest mark has characters.
+        The method decodes as many of the last tokens as the longest mark has characters.
         """
         # Each token of a mark has at least one of its characters.
         last_ids = ids[-self._longest :].tolist()
@@ -87,7 +88,10 @@ class Marks:
 
 
 class Sampler:
-    """Samples with `model.generate`; a logits processor draws and records the tokens."""
+    """Samples completions with `model.generate`.
+
+    A logits processor draws the tokens and records them.
+    """
 
     def __init__(
         self,
@@ -106,13 +110,16 @@ class Sampler:
     ) -> None:
         """Set up the sampler of `model`, a transformers causal LM.
 
-        `top_k`: head ids to record per token, may be 0. `top_p`: draw from the most likely tokens
-        with this total probability (nucleus sampling). `draws`: number of ids per token to draw
-        from the tail, the ids outside the head. All records are of the policy before `top_p`:
-        softmax(logits / temperature). `vocab_size`: the policy has only the first `vocab_size` ids;
-        None: all ids. `bf16`: compute in bfloat16. `never`: an id that must not be sampled.
-        `equal_lengths`: padding changes the model's results (`probe_sampling`), so only sequences
-        of equal length share a batch. `ends`: ids that end a sequence; empty: the ids of `end_ids`.
+        - top_k: the number of head ids to record per token, may be 0.
+        - top_p: draw from the most likely tokens with this total probability (nucleus sampling).
+          The records describe the policy without this restriction: softmax(logits / temperature).
+        - draws: the number of ids per token to draw from the tail, the ids outside the head.
+        - vocab_size: the policy has only the first `vocab_size` ids; None: all ids.
+        - bf16: compute in bfloat16.
+        - never: an id that must not be sampled.
+        - equal_lengths: True if padding changes the model's results (`probe_sampling`). Then only
+          sequences of equal length share a batch.
+        - ends: ids that end a sequence; if empty, the ids of `end_ids`.
         """
         self._model = model
         self._top_k = top_k
@@ -140,14 +147,20 @@ class Sampler:
         is_cancelled: Callable[[], bool] = lambda: False,
         images: Sequence[SequenceImages | None] = (),
     ) -> list[SampledTokens]:
-        """Sample tokens after each of the sequences before[i], [T_i] int64; not thread-safe.
+        """Sample tokens after each of the sequences `before`; not thread-safe. No gradient.
 
-        A completion has at most limits[i] tokens and stops at an end token or one of `marks`.
-        noise[i] [limits[i]] float64: uniform random numbers in [0, 1), one per token; None takes
-        the most likely token. draw_noise[i]: likewise, for the draws of the tail; None draws none.
-        is_cancelled: called for each token; True ends all completions at their current tokens.
-        images[i]: the images of before[i], if any. This method temporarily replaces the model's
-        `generation_config`. No gradient.
+        - before: before[i] [T_i] int64 are the tokens of sequence i.
+        - limits: limits[i] is the maximum number of tokens to sample.
+        - noise: noise[i] [limits[i]] float64 are uniform random numbers in [0, 1), one per token;
+          None takes the most likely tokens.
+        - marks: a completion stops at an end token or at one of these texts.
+        - draw_noise: draw_noise[i] [limits[i]] float64 are the random numbers for the draws from
+          the tail; None draws none.
+        - is_cancelled: called for each token; if it returns True, all completions end at their
+          current tokens.
+        - images: images[i] are the images of before[i], if any.
+
+        This method temporarily replaces the model's `generation_config`.
         """
         lengths = [len(tokens) for tokens in before]
         longest = max(lengths) + max(limits)
@@ -202,7 +215,7 @@ class Sampler:
         return [self._truncate(*columns, marks) for columns in records]
 
     def plain_ids(self, count: int) -> Tensor:
-        """Return `count` token ids [count] int64 of the policy that are not end tokens."""
+        """Return `count` token ids of the policy that are not end tokens, [count] int64."""
         vocab_size = self._vocab_size or self._model.config.get_text_config().vocab_size
         ids = [token_id for token_id in range(min(vocab_size, 64)) if token_id not in self._ends]
         return torch.tensor((ids * count)[-count:])
@@ -211,8 +224,8 @@ class Sampler:
     def continuation_logits(self, before: Sequence[Tensor], after: Tensor) -> Tensor:
         """Return the logits [B, n, V] with which `write` would sample the tokens `after` [B, n].
 
-        Row [i, t] is computed from before[i] and after[i, :t], in one batch, token by token.
-        `after` has no end tokens.
+        The logits [i, t] are computed from before[i] and after[i, :t], in one batch, token by
+        token. `after` must not contain end tokens.
         """
         forcer = _TokenForcer(after.to(self._model.device))
         self._generate(before, after.shape[1], forcer, [], ())
@@ -226,7 +239,10 @@ class Sampler:
         stop_criteria: Sequence[StoppingCriteria],
         images: Sequence[SequenceImages | None],
     ) -> Tensor:
-        """Return the sequences, padded on the left, with the tokens that `processor` chooses."""
+        """Run `model.generate`, and return the sequences with their new tokens, padded on the left.
+
+        `processor`: chooses each new token.
+        """
         device = self._model.device
         width = max(map(len, before))
         ids = torch.zeros(len(before), width, dtype=torch.long)
@@ -271,7 +287,10 @@ class Sampler:
         limit: int,
         marks: Marks | None,
     ) -> SampledTokens:
-        """Return the tokens up to the first end token; `generate` pads sequences that end early."""
+        """Return the sampled tokens up to the first end token, the first mark or the limit.
+
+        `generate` fills sequences that end early with padding, which is removed here.
+        """
         tokens = tokens[:limit]
         ends = torch.isin(tokens, torch.tensor(self._ends, dtype=torch.long)).nonzero()
         ended, closed = len(ends) > 0, False
@@ -294,10 +313,10 @@ class Sampler:
 
 
 class _Stop(StoppingCriteria):  # type: ignore[misc]
-    """Stops a sequence at its own limit or at a mark, and all sequences if they are cancelled.
+    """Stops a sequence at its own limit or at a mark. A cancellation stops all sequences.
 
-    `generate` copies this object, so it has no state. It checks only the last token of a sequence:
-    `generate` remembers which sequences have ended, and pads them.
+    `generate` copies this object, so it must have no state. It checks only the last token of a
+    sequence: `generate` itself remembers which sequences have ended, and pads them.
     """
 
     def __init__(
@@ -324,7 +343,7 @@ class _Stop(StoppingCriteria):  # type: ignore[misc]
 
 
 class _TokenForcer(LogitsProcessor):  # type: ignore[misc]
-    """Forces a greedy `generate` to select given tokens, and stores the logits.
+    """Forces a greedy `generate` to select given tokens, and records the logits.
 
     logits: the logits of each step, [B, V] float32.
     """
@@ -340,9 +359,10 @@ class _TokenForcer(LogitsProcessor):  # type: ignore[misc]
 
 
 class _SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
-    """Samples by inverse CDF and records the policy.
+    """Samples tokens by inverse CDF, and records the policy.
 
-    Only the sampled token keeps a finite logit, so a greedy `generate` selects this token.
+    All logits except that of the sampled token become -inf, so a greedy `generate` selects this
+    token.
     """
 
     def __init__(
@@ -386,9 +406,11 @@ class _SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
         return torch.full_like(scores, -torch.inf).scatter_(1, step.token_ids[:, None], 0.0)
 
     def records(self) -> tuple[Tensor, Tensor, Sequence[TailDraws | None]]:
-        """Return head ids [B, L, k] int32, log-probs of the tokens [B, L] and draws of B sequences.
+        """Return head ids, log-probs of the tokens, and draws, on the CPU.
 
-        On the CPU. L: the number of tokens of the longest completion.
+        - head ids: [B, L, k] int32, where L is the number of tokens of the longest completion.
+        - log-probs: [B, L], in nats.
+        - draws: one TailDraws for each of the B sequences; None without draws.
         """
         heads = torch.stack([step.head_ids.int() for step in self._steps], 1).cpu()
         logprobs = torch.stack([step.logprobs for step in self._steps], 1).cpu()
@@ -403,8 +425,8 @@ class _SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
 def rollout_noise(number: int, seed: int, tokens: int, *, draws: bool = False) -> Tensor:
     """Return the uniform random numbers of a rollout, [tokens] float64 in [0, 1).
 
-    They are a pure function of the rollout's `number` and the seed. `draws`: the numbers that draw
-    from the tail, instead of the numbers that sample the tokens.
+    They depend only on the rollout's `number`, the seed and `draws`. With `draws`, these are the
+    random numbers for the draws from the tail; otherwise those for sampling the tokens.
     """
     stream = _DRAW_STREAM if draws else 0
     generator = torch.Generator().manual_seed(seed * 1_000_000_007 + number + stream)

@@ -1,4 +1,4 @@
-"""A probe that compares sampling with a plain forward pass of the model."""
+"""Checks whether sampling uses the same policy as a plain forward pass of the model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ _SHORT, _LONG, _STEPS, _TOP_K = 4, 9, 3, 8
 
 @dataclass(frozen=True)
 class SamplingProbe:
-    """The result of a comparison: sampling by `model.generate`, and one forward pass.
+    """The result of comparing sampling by `model.generate` with one forward pass.
 
-    fault: why the model cannot sample, or samples from another policy; None: no fault.
-    equal_lengths: whether a longer sequence in the batch changes the policy, or padding fails.
+    - fault: a text why the model cannot sample, or samples from another policy; None without a
+      fault.
+    - equal_lengths: True if only sequences of equal length may share a batch, because padding fails
+      or changes the policy.
     """
 
     fault: str | None
@@ -27,9 +29,10 @@ class SamplingProbe:
 
 @torch.no_grad()
 def probe_sampling(model: Any, tokenizer: Any, *, bf16: bool = False) -> SamplingProbe:
-    """Compare sampling (one sequence, pairs, a padded batch) with a plain forward pass.
+    """Compare the logits of sampling with those of a plain forward pass.
 
-    `model`: a transformers causal LM, in evaluation mode. It runs ten times on at most 11 tokens.
+    Sampling runs with one sequence, with two of equal length, and with a padded batch. `model`: a
+    transformers causal LM, in evaluation mode. The model runs ten times on at most 11 tokens.
     """
     sampler = Sampler(model, tokenizer, top_k=0, temperature=1.0, bf16=bf16)
     short, long = sampler.plain_ids(_SHORT + _STEPS), sampler.plain_ids(_LONG + _STEPS).flip(0)
@@ -68,7 +71,7 @@ def probe_sampling(model: Any, tokenizer: Any, *, bf16: bool = False) -> Samplin
 
 
 def rounding(model: Any, *, bf16: bool) -> float:
-    """Return the largest difference, in nats, that rounding causes between equal log-probs."""
+    """Return the largest difference, in nats, that rounding may cause between equal log-probs."""
     if bf16 or model.dtype != torch.float32:
         return 0.2
     return 2e-2 if model.device.type == "cuda" else 1e-3  # TF32 on a GPU
@@ -77,7 +80,7 @@ def rounding(model: Any, *, bf16: bool) -> float:
 def _largest_difference(logits: Tensor, other_logits: Tensor) -> float:
     """Return the largest difference, in nats, between log-probs of two tensors of logits [n, V].
 
-    Compares, in each row, the _TOP_K ids that are most likely under `logits`.
+    In each row, only the _TOP_K ids that are most likely under `logits` are compared.
     """
     logprobs, other_logprobs = (values.log_softmax(-1) for values in (logits, other_logits))
     top_ids = logprobs.topk(min(_TOP_K, logprobs.shape[-1])).indices

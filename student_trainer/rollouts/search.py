@@ -1,7 +1,8 @@
-"""Multi-turn rollouts: the student writes queries, reads the passages found, and answers.
+"""Samples multi-turn rollouts: the student writes queries, reads passages, and answers.
 
-After Search-R1 (arXiv 2503.09516): after `<search>` query `</search>` the environment writes
-passages between `<information>` and `</information>`; `<answer>` ... `</answer>` ends the rollout.
+The format is that of Search-R1 (arXiv 2503.09516). After `<search>` query `</search>` the
+environment adds passages between `<information>` and `</information>`. `<answer>` ... `</answer>`
+ends the rollout.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _ACTION = re.compile(r"<(search|answer)>((?:(?!<\1>).)*?)</\1>", re.DOTALL)
 
 @dataclass(frozen=True)
 class SearchTurn:
-    """A turn to sample.
+    """The inputs for sampling one turn of a conversation.
 
     - token_ids [T] int64: the conversation so far.
     - number: the rollout number.
@@ -53,8 +54,8 @@ SampleTurns = Callable[[Sequence[SearchTurn]], list[SampledTokens]]
 class SearchConversations:
     """Conversations of the student with a retriever; thread-safe.
 
-    A turn continues from the token ids of earlier turns. They are never decoded and encoded again,
-    which could change them.
+    A turn continues from the token ids of earlier turns. Decoding and encoding these ids again
+    could change them.
     """
 
     def __init__(
@@ -66,10 +67,11 @@ class SearchConversations:
         max_new_tokens: int,
         batch_tokens: int | None,
     ) -> None:
-        """`max_new_tokens`: limit of all turns of a rollout together, with the passages.
+        """Set up the conversations.
 
-        `batch_tokens`: maximum tokens of a batch, with padding; None: one batch. The conversations
-        of a batch are sampled together, turn by turn.
+        - max_new_tokens: maximum tokens of all turns of a rollout together, including the passages.
+        - batch_tokens: maximum tokens of a batch, including padding; None: one batch. The
+          conversations of a batch are sampled together, turn by turn.
         """
         # A copy, with a lock, because a call that splits special tokens changes the tokenizer.
         self._tokenizer = copy.deepcopy(tokenizer)
@@ -103,7 +105,7 @@ class SearchConversations:
                 ]
 
     def batches(self, prompts: Sequence[Prompt]) -> Iterator[slice]:
-        """Yield slices of prompts whose conversations are sampled together."""
+        """Yield slices of prompts. The conversations of a slice are sampled together."""
         if self._batch_tokens is None:
             return iter([slice(0, len(prompts))] if prompts else [])
         lengths = [len(prompt.ids) for prompt in prompts]
@@ -112,9 +114,9 @@ class SearchConversations:
     def _sample_turn(
         self, conversations: Sequence[_Conversation], sample_turns: SampleTurns
     ) -> None:
-        """Sample one turn of each conversation, and add the passages for the turn's query.
+        """Sample one turn of each conversation, and add passages for each query.
 
-        A conversation whose turn has no query is finished.
+        A conversation whose turn has no query ends.
         """
         turns = sample_turns(
             [conversation.turn(self._max_new_tokens) for conversation in conversations]
@@ -133,9 +135,9 @@ class SearchConversations:
                 self._add_passages(conversation, passages)
 
     def _read_query(self, conversation: _Conversation, turn: SampledTokens) -> str | None:
-        """Return the query of a turn, or None at the end of the conversation.
+        """Return the query of a turn, or None if the conversation ends with this turn.
 
-        The conversation ends if the turn has no query, or if `max_turns` queries have been
+        The conversation ends if the turn has no query, or if `max_turns` queries were already
         answered.
         """
         with self._lock:
@@ -181,9 +183,10 @@ class SearchRollouts:
         *,
         stream_tokens: int,
     ) -> None:
-        """Decode each token of the vocabulary once.
+        """Set up the rollouts. This decodes each token of the vocabulary once.
 
-        `stream_tokens`: number of random numbers per rollout, `max_new_tokens` of `conversations`.
+        `stream_tokens`: the number of random numbers per rollout, equal to `max_new_tokens` of
+        `conversations`.
         """
         self._conversations = conversations
         self._sampler = sampler
@@ -223,14 +226,14 @@ class SearchRollouts:
 
 
 def parse_action(turn: str) -> tuple[str | None, str]:
-    """Return the action that ends a turn: ("search", query), ("answer", answer) or (None, "")."""
+    """Return the action in a turn: ("search", query), ("answer", answer) or (None, "")."""
     match = _ACTION.search(turn)
     return (match[1], match[2].strip()) if match else (None, "")
 
 
 @dataclass(eq=False)
 class _Conversation:
-    """The conversation of one rollout while it is sampled. index: of its prompt."""
+    """The conversation of one rollout while it is sampled. `index`: the index of its prompt."""
 
     prompt: Prompt
     number: int
@@ -257,7 +260,7 @@ class _Conversation:
         return sum(map(len, self.parts))
 
     def turn(self, max_tokens: int) -> SearchTurn:
-        """Return the next turn. `max_tokens`: limit after the prompt."""
+        """Return the inputs of the next turn. `max_tokens`: maximum tokens after the prompt."""
         used_numbers = sum(
             int(own_mask.sum()) for own_mask in self.own_masks
         )  # one for each sampled token
@@ -273,9 +276,9 @@ class _Conversation:
         self.versions += turn.versions
 
     def add_passages(self, information: Tensor) -> None:
-        """Add passages. Their head ids, log-probs and draws are placeholders.
+        """Add passages to the conversation. Their head ids, log-probs and draws are placeholders.
 
-        The head ids of a row must be distinct, because a teacher checks this.
+        The head ids of a placeholder row are distinct, because a teacher requires this.
         """
         head_size = self.heads[0].shape[1]
         self.parts.append(information)
