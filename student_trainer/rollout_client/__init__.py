@@ -1,1 +1,1 @@
-"""The client of rollout services: orders, snapshots of weights, and services that a job starts."""
+"""The client of rollout services: sends orders, publishes weights, and starts local services."""

@@ -1,4 +1,7 @@
-"""The rollout engine of a job: one connection per attempt, shared by the methods that sample."""
+"""Connects a job to its rollout services. The methods that sample share the connection.
+
+There is one connection per attempt and process.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +58,10 @@ and half of it is 72. Once upon a time there was a small house at the edge of a 
 class EngineConnection:
     """The rollout services of a job, and the versions of the weights that they load.
 
-    - lag: maximum age of the sampling weights, in steps.
-    - sleeps: the services free their GPU memory while the trainer learns.
+    - client: sends orders to the services.
+    - channel: publishes the versions of the weights.
+    - lag: maximum age in steps of the weights that training rollouts are sampled with.
+    - sleeps: True if the services free their GPU memory while the trainer learns.
     - end_ids: the tokens that end a sequence.
     """
 
@@ -70,7 +75,10 @@ class EngineConnection:
     def rollouts_ahead(
         self, config: AnyTraining, teacher: TeacherSource, rollouts: EngineRollouts
     ) -> RolloutsAhead:
-        """Return the training rollouts of a job. `teacher` scores them."""
+        """Return the training rollouts of a job, which are sampled before the steps that use them.
+
+        `teacher`: scores the rollouts.
+        """
         return RolloutsAhead(
             self.accelerator,
             self.client,
@@ -85,9 +93,9 @@ class EngineConnection:
     def rollouts(
         self, settings: SamplingSettings, conversations: SearchConversations | None = None
     ) -> EngineRollouts:
-        """Return rollouts of the engine; evaluations sample with the newest weights.
+        """Return rollouts that the engine samples. Evaluations sample with the newest weights.
 
-        `conversations` is given for a job with an environment.
+        `conversations`: the multi-turn conversations of a job with an environment, otherwise None.
         """
         settings = replace(settings, end_ids=self.end_ids)
         if conversations is not None:
@@ -103,8 +111,8 @@ def wait_for_shared_gpus(
 ) -> None:
     """Collective. Wait until engines that share the trainer's GPUs have started.
 
-    vLLM measures the free memory when it starts, so call this before the student is loaded. Raises
-    the error of a service that does not start, on all ranks.
+    vLLM measures the free memory when it starts, so call this before the student is loaded. If a
+    service does not start, its error is raised on all ranks.
     """
     if service is None or accelerator.device.type != "cuda":
         return
@@ -124,7 +132,7 @@ def connect_engine(
     """Collective. Connect every process to the services of the job; None if the job has none.
 
     Waits until the services that the job has started are ready. If a service does not start or does
-    not match the student, raises its error on all ranks.
+    not match the student, its error is raised on all ranks.
     """
     rollouts = config.rollout_engine
     if service is None or rollouts is None:
@@ -174,9 +182,9 @@ def connect_engine(
 def _check_services(
     client: EngineClient, config: AnyTraining, engine: str, vocab_size: int
 ) -> RolloutServiceInfo:
-    """Return the common properties of the services. Raises WrongState if they do not match the job.
+    """Check that the services match the job, and return their common properties.
 
-    `vocab_size`: number of the student's logits.
+    `vocab_size`: number of the student's logits. Raises WrongState if they do not match.
     """
     info = client.info(vocab_size)
     if info.engine != engine:
@@ -196,7 +204,10 @@ def _check_services(
 
 
 def _probe_ids(tokenizer: Any, vocab_size: int) -> Tensor:
-    """Return the token ids [n, T] int64 of a probe: the ids of a text, then the ids 0, 1, 2, ..."""
+    """Return the token ids [n, T] int64 of a probe.
+
+    They are the ids of a text, followed by 0, 1, 2, ... if the text is too short.
+    """
     token_count = _PROBE_SEQUENCES * _PROBE_TOKENS
     text = tokenizer(_PROBE_TEXT, add_special_tokens=False).input_ids
     ids = [*text, *range(min(vocab_size, token_count))][:token_count]

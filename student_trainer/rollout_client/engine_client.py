@@ -1,4 +1,4 @@
-"""`EngineClient`: sends orders to rollout services, and survives restarts of the services."""
+"""Sends orders to rollout services, and retries them when a service restarts."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 class RolloutServiceInfo:
     """The properties that all services of a client share.
 
-    - max_length: limit of a sequence; None: no limit.
+    - max_length: maximum tokens of a sequence; None: no limit.
     - lora_rank: rank of the adapters that snapshots contain; 0: snapshots contain all weights.
-    - sleeps: whether `EngineClient.sleep` may be called.
+    - sleeps: True if `EngineClient.sleep` may be called.
     """
 
     engine: str
@@ -53,9 +53,9 @@ class EngineClient:
     lost, its whole part is sampled again, by another replica or by the same replica when it
     returns. The hf engine then samples bit-identical sequences. Each sequence is delivered once.
 
-    An order fails with Unavailable, field `rollouts.address`, if no replica accepts one of its
-    parts for `patience_seconds`. An accepted part may take any time, as long as the connection
-    lives. Replicas that return Overloaded are retried without limit.
+    An order fails with Unavailable, field `rollouts.address`, if for `patience_seconds` no replica
+    accepts one of its parts. An accepted part has no time limit as long as the connection lives. If
+    a replica returns Overloaded, the part is retried without limit.
     """
 
     def __init__(
@@ -65,11 +65,14 @@ class EngineClient:
         rank: int = 0,
         patience_seconds: float = 60.0,
     ) -> None:
-        """Create the channels. They connect on first use.
+        """Create the channels. A channel connects when it is first used.
 
-        `rank`: rank of this trainer process. The first part of an order goes to the replica `rank`
-        modulo the number of replicas. Raises InvalidInput if there is no address, or if an address
-        cannot be used.
+        - addresses: the address of each replica.
+        - rank: the rank of this trainer process. The first part of an order goes to the replica
+          with number `rank` modulo the number of replicas.
+        - patience_seconds: how long a part may be without a replica, see the class.
+
+        Raises InvalidInput if there is no address, or if an address cannot be used.
         """
         if not addresses:
             raise InvalidInput("is empty", field=FIELD, hint="give HOST:PORT of a rollout service")
@@ -93,12 +96,16 @@ class EngineClient:
         self.close()
 
     def info(self, vocab_size: int | None = None) -> RolloutServiceInfo:
-        """Return the common properties of all replicas. Log replicas that do not answer within 5 s.
+        """Return the common properties of all replicas.
 
-        `vocab_size` is the student's. Raises WrongState if two replicas differ, if the vocabulary
-        of a replica differs from the student's, or if the protocol of a replica differs from the
-        protocol of this program; Unavailable if no replica answers; InvalidInput if a server is not
-        a rollout service; Unauthenticated or Forbidden if a token is refused.
+        Replicas that do not answer within 5 s are logged. `vocab_size`: number of the student's
+        logits; None: the vocabulary is not checked. Raises:
+
+        - WrongState: two replicas differ, the vocabulary of a replica differs from the student's,
+          or a replica has another protocol than this program.
+        - Unavailable: no replica answers.
+        - InvalidInput: a server is not a rollout service.
+        - Unauthenticated or Forbidden: a token is refused.
         """
         infos: dict[Replica, RolloutServiceInfo] = {}
         # Call all at the same time, so that two absent replicas take 5 s and not 10.
@@ -141,10 +148,10 @@ class EngineClient:
         return info
 
     def sample(self, order: Order) -> Sampling:
-        """Send an order. Return an iterator of its sequences, which arrive in the background.
+        """Send an order, and return an iterator of its sequences, which arrive in the background.
 
-        Blocks until each part runs or is queued at a replica. Raises the error of a part that fails
-        before that; the iterator raises later errors.
+        Blocks until each part runs or is queued at a replica. An error of a part before that is
+        raised here. The iterator raises later errors.
         """
         sampling = self.start(order)
         try:
@@ -155,7 +162,7 @@ class EngineClient:
         return sampling
 
     def start(self, order: Order) -> Sampling:
-        """Like `sample`, without blocking: the iterator raises all errors of the order."""
+        """Send an order without blocking. Unlike with `sample`, the iterator raises all errors."""
         sampling = Sampling(self._forget_sampling)
         try:
             with self._lock:
@@ -169,11 +176,11 @@ class EngineClient:
         return sampling
 
     def sleep(self) -> None:
-        """Free the GPU memory of the services until the next order. Returns when the memory is
-        free.
+        """Free the GPU memory of the services until the next order.
 
-        A service with an order of another client does not sleep. An unreachable service is only
-        logged, because it starts asleep. Raises WrongState if a service does not support sleeping.
+        Returns when the memory is free. A service that has an order of another client does not
+        sleep. An unreachable service is only logged, because a service that starts again is asleep.
+        Raises WrongState if a service does not support sleeping.
         """
         for replica, call in [(replica, replica.sleep()) for replica in self._replicas]:
             try:
@@ -186,11 +193,11 @@ class EngineClient:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the client has stopped sending orders, after `close` or `fail`."""
+        """True after `close` or `fail`: the client no longer sends orders."""
         return self._closed is not None
 
     def fail(self, error: DistillError) -> None:
-        """Fail all current and later orders with `error`."""
+        """Let all running orders and all later orders fail with `error`."""
         with self._lock:
             self._closed = self._closed or error
             unfinished = tuple(self._unfinished)
@@ -228,11 +235,10 @@ class EngineClient:
 
 
 class Sampling:
-    """Iterator over the sequences of one order: (index in the order, tokens), in order of
-    completion.
+    """Iterator over the sequences of one order: (index in the order, tokens).
 
-    Iterate once, in one thread. An error ends the iteration; `close` cancels the unfinished parts
-    of the order at the replicas.
+    The sequences come in order of completion. Iterate only once, in one thread. An error ends the
+    iteration. `close` cancels the unfinished parts of the order at the replicas.
     """
 
     def __init__(self, on_close: Callable[[Sampling], None]) -> None:
@@ -252,7 +258,10 @@ class Sampling:
         patience_seconds: float,
         vocab_size: int | None,
     ) -> None:
-        """Send the part of the order that starts at sequence `first`; see `PartRequest`."""
+        """Send a part of the order; see `PartRequest`.
+
+        `first`: the index in the order of the first sequence of the part.
+        """
         self._incomplete_parts += 1
         request = PartRequest(
             part,
@@ -289,17 +298,17 @@ class Sampling:
         raise StopIteration
 
     def fail(self, error: DistillError) -> None:
-        """Cancel the unfinished parts of the order; iterating over the order then raises `error`.
+        """Cancel the unfinished parts of the order. The iteration then raises `error`.
 
-        Does not wait.
+        This method returns without waiting for the parts.
         """
         for part in self._parts:
             part.cancel(error)
 
     def close(self) -> None:
-        """Cancel unfinished parts, and join the threads. May be called twice, and in any thread.
+        """Cancel unfinished parts, and join their threads. May be called twice, and in any thread.
 
-        A later step of the iteration raises Unavailable.
+        If the iteration continues after this call, it raises Unavailable.
         """
         for part in self._parts:
             part.cancel()

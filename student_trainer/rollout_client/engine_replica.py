@@ -1,6 +1,6 @@
-"""The connection to one rollout service, and the request of a part of an order, with retries.
+"""Connects to one rollout service, and requests a part of an order with retries.
 
-See `engine_client.py` for the rules.
+The class `EngineClient` (`engine_client.py`) describes the rules for retries.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ _AWAY_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class Replica:
-    """The channel to one rollout service. Connects on first use, and reconnects if the service
-    moves.
+    """The gRPC channel to one rollout service.
 
-    `proven`: a rollout service has answered at the address, or the job's runner has started one.
+    It connects when it is first used, and connects again if the service moves to another address.
+
+    proven: True if a rollout service has answered at the address, or if the job's runner has
+    started one.
     """
 
     def __init__(self, address: str | PlacedAddress) -> None:
@@ -55,13 +57,13 @@ class Replica:
 
     @property
     def is_placed(self) -> bool:
-        """Whether the runner of the job has placed the service on its cluster."""
+        """True if the runner of the job starts this service on its cluster."""
         return self._placed is not None
 
     def request_info(self) -> Any:
-        """Start a call for the service's info, with a deadline of 5 s, and return the call.
+        """Start a gRPC call for the service's info, with a deadline of 5 s, and return the call.
 
-        Raises Unavailable if the job's runner has not placed the service.
+        Raises Unavailable if the job's runner has not started the service yet.
         """
         request = rollouts_pb2.GetRolloutInfoRequest()
         stub, metadata = self._connect()
@@ -70,19 +72,25 @@ class Replica:
         )
 
     def sleep(self) -> Any:
-        """Start a call that frees the memory of the service's GPUs. See `request_info`."""
+        """Start a gRPC call that frees the memory of the service's GPUs, and return the call.
+
+        Raises the errors of `request_info`.
+        """
         stub, metadata = self._connect()
         return stub.Sleep.future(
             rollouts_pb2.SleepRequest(), timeout=_SLEEP_SECONDS, metadata=metadata
         )
 
     def sample(self, messages: Sequence[rollouts_pb2.OrderPart]) -> Any:
-        """Start a call that samples an order, and return the call. Raises as `request_info`."""
+        """Start a gRPC call that samples an order, and return the call.
+
+        Raises the errors of `request_info`.
+        """
         stub, metadata = self._connect()
         return stub.Sample(iter(messages), metadata=metadata)
 
     def _connect(self) -> tuple[rollouts_pb2_grpc.RolloutsStub, tuple[tuple[str, str], ...]]:
-        """Return a stub for the current address of the service, and the metadata of calls."""
+        """Return a stub for the current address of the service, and the metadata for its calls."""
         with self._lock:
             if (
                 self._placed is not None
@@ -96,8 +104,9 @@ class Replica:
             return rollouts_pb2_grpc.RolloutsStub(self._channel), self._metadata
 
     def fault_of(self, error: grpc.RpcError) -> DistillError:
-        """Return the error of a failed call. Unavailable means that another replica may handle the
-        call.
+        """Return the error of a failed call.
+
+        The error Unavailable means that another replica may be able to process the call.
         """
         call: Any = error
         if call.code() is grpc.StatusCode.UNIMPLEMENTED:
@@ -119,8 +128,9 @@ class Replica:
 
 
 def no_answer(replicas: Sequence[Replica], last_error: DistillError, seconds: float) -> Unavailable:
-    """Return the error for services that did not answer for `seconds`, the last time with
-    `last_error`.
+    """Return the error for services that did not answer for `seconds`.
+
+    `last_error`: the error of the last attempt.
     """
     addresses = ", ".join(replica.address for replica in replicas)
     if any(replica.is_placed for replica in replicas):
@@ -138,11 +148,10 @@ def no_answer(replicas: Sequence[Replica], last_error: DistillError, seconds: fl
 
 
 class PartRequest:
-    """A thread that sends a part of an order to one replica after another until the part is
-    complete.
+    """A thread that sends a part of an order to one replica after another until it is complete.
 
-    `deliver` is called in that thread, with (index in the part, tokens), once for each sequence.
-    `on_done` is called at the end, with None if the part is complete, otherwise with the error.
+    - deliver: called in this thread with (index in the part, tokens), once for each sequence.
+    - on_done: called at the end with None if the part is complete, otherwise with the error.
     """
 
     def __init__(
@@ -155,7 +164,7 @@ class PartRequest:
         deliver: Callable[[int, SampledTokens], None],
         on_done: Callable[[Exception | None], None],
     ) -> None:
-        """Start the thread. `ring`: the replicas, in the order in which they are tried."""
+        """Start the thread. `ring`: the replicas, in the order in which the thread tries them."""
         self.accepted = threading.Event()  # set if a replica has accepted it, or `error` is set
         self.error: Exception | None = None
         self._order = order
@@ -175,7 +184,7 @@ class PartRequest:
         self._thread.start()
 
     def cancel(self, reason: DistillError | None = None) -> None:
-        """End the call, and pass the error `reason` to `on_done`; `join` waits for the thread."""
+        """Cancel the call. `on_done` then receives `reason`. Use `join` to wait for the end."""
         self._reason = self._reason or reason
         self._cancelled.set()
         if self._call is not None:
@@ -222,7 +231,7 @@ class PartRequest:
         self._cancelled.wait(seconds * random.uniform(0.5, 1.0))
 
     def _send(self, replica: Replica) -> DistillError | None:
-        """Send the part to a replica. Return the error, or None when the part is complete."""
+        """Send the part to a replica. Return None if the part is complete, otherwise the error."""
         start_time = time.monotonic()
         try:
             self._call = call = replica.sample(self._messages)

@@ -1,7 +1,7 @@
-"""Rollouts sampled by the rollout engines of a job: single-turn, or multi-turn with a retriever.
+"""Rollouts that the engines of a job sample: single-turn, or multi-turn with a retriever.
 
-Evaluations sample with the most recently published weights (`generate`). Training samples with a
-version that it selects (`order`).
+Evaluations sample with the most recently published weights (`generate`). Training selects the
+version of the weights for each order (`order`).
 """
 
 from __future__ import annotations
@@ -31,38 +31,43 @@ ChooseWeights = Callable[[], WeightsVersion]
 
 
 class EngineRollouts(Protocol):
-    """Samples rollouts at the services of a job; `generate` as in `Rollouts`. Thread-safe."""
+    """Samples rollouts with the rollout services of a job. Thread-safe.
+
+    `in_process` and `generate` are described in `Rollouts`.
+    """
 
     in_process: bool
 
     def generate(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], *, seed: int, greedy: bool = False
     ) -> Iterator[list[Rollout]]:
-        """Yield one rollout per prompt. Raises the error of the engine."""
+        """Yield one rollout per prompt, in order. Raises the errors of the engine."""
 
     def order(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], weights: ChooseWeights
     ) -> Iterator[tuple[int, Rollout]]:
         """Return an iterator of (index of the prompt, its rollout), in order of completion.
 
-        The seed comes from the settings. `weights` returns the version of the weights to sample
-        with, and is called before each turn. The iterator may be used in another thread. The
+        `weights`: a function that returns the version of the weights for the next turn. It is
+        called before each turn.
+
+        The seed is that of the sampling settings. The iterator may be used in another thread. The
         iterator and this call raise errors of the engine.
         """
 
 
 class SingleTurnRollouts:
-    """One completion per prompt. A completion has at most `settings.stream_tokens` tokens."""
+    """Samples one completion per prompt, of at most `settings.stream_tokens` tokens."""
 
     in_process = False
 
     def __init__(
         self, client: EngineClient, settings: SamplingSettings, newest: ChooseWeights
     ) -> None:
-        """Store the client and the settings; sends nothing.
+        """Store the client and the settings. Nothing is sent.
 
-        `settings`: the sampling settings of all orders, but `generate` replaces the seed by its own
-        argument. `newest`: returns the version of the weights that `generate` samples with.
+        - settings: the sampling settings of all orders. `generate` uses its own seed instead.
+        - newest: a function that returns the version of the weights for `generate`.
         """
         self._client = client
         self._settings = settings
@@ -83,8 +88,9 @@ class SingleTurnRollouts:
     ) -> Iterator[tuple[int, Rollout]]:
         """Send an order, and return its rollouts in order of completion; see `EngineRollouts`.
 
-        Services process orders in order of arrival, so this call waits until the previous order has
-        arrived. It does not wait for the arrival of its own order, which takes about 20 ms.
+        A service processes orders in the order in which they arrive. So this call first waits until
+        the previous order has arrived. It does not wait until its own order has arrived, which
+        takes about 20 ms.
         """
         if self._newest_order is not None:
             self._newest_order.wait_until_accepted()
@@ -108,7 +114,7 @@ class SingleTurnRollouts:
 
 
 class EngineSearch:
-    """Conversations with a retriever; each turn of a batch of conversations is one order."""
+    """Samples conversations with a retriever. An order has one turn of each of them."""
 
     in_process = False
 
@@ -119,11 +125,12 @@ class EngineSearch:
         newest: ChooseWeights,
         conversations: SearchConversations,
     ) -> None:
-        """Store the client and the settings; sends nothing.
+        """Store the client and the settings. Nothing is sent.
 
-        `settings`: the sampling settings of all orders, but this class sets `marks` and
-        `batch_tokens`, and `generate` replaces the seed by its own argument. `newest`: returns the
-        version of the weights that `generate` samples with.
+        - settings: the sampling settings of all orders. This class sets `marks` and `batch_tokens`
+          itself, and `generate` uses its own seed.
+        - newest: a function that returns the version of the weights for `generate`.
+        - conversations: run the conversations, and sample each turn with the engine.
         """
         self._client = client
         self._settings = replace(settings, marks=MARKS)
@@ -142,8 +149,9 @@ class EngineSearch:
     def order(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], weights: ChooseWeights
     ) -> Iterator[tuple[int, Rollout]]:
-        """Return rollouts in order of completion; see `EngineRollouts`. The iteration sends the
-        orders.
+        """Return rollouts in order of completion; see `EngineRollouts`.
+
+        The orders are sent while the caller iterates over the result.
         """
         return self._sample_conversations(prompts, numbers, weights, self._settings)
 
@@ -176,7 +184,10 @@ def _to_rollouts(prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[tupl
 
 
 def _restore_order(rollouts: Iterator[tuple[int, Rollout]]) -> Iterator[list[Rollout]]:
-    """Yield rollouts in the order of their prompts, when all earlier rollouts have arrived."""
+    """Yield the rollouts in the order of their prompts.
+
+    A rollout is yielded when it and all earlier ones have arrived.
+    """
     pending_rollouts: dict[int, Rollout] = {}
     next_index = 0
     for index, rollout in rollouts:

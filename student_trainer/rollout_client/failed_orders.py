@@ -1,12 +1,12 @@
-"""Fails the orders of a job whose rollout services are lost, or that has a stop request.
+"""Lets orders fail if the services are lost, or if they take too long after a stop request.
 
-Only the main process starts services and detects that they will not be restarted. Clients in the
-other processes would retry until their patience ends, and then raise another error. The main
-process therefore writes the error to a file, which the other processes poll.
+Only the main process starts services and detects that a service will not be restarted. The clients
+in the other processes would retry until `patience_seconds` have passed, and then raise another
+error. So the main process writes the error to a file, and the other processes poll this file.
 
 After a stop request, a job writes a last checkpoint, which waits for the rollouts of later steps.
-An engine that hangs, or samples long answers, could exceed the time after which a server kills the
-trainer.
+An engine that hangs, or that samples long answers, could take longer than the time after which the
+job server kills the trainer.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ _POLL_SECONDS = 0.5
 def fail_when_lost(
     service: RolloutServices | PlacedServices, client: EngineClient, file: Path, *, main: bool
 ) -> None:
-    """When the services are lost, fail the orders of `client` with their error.
+    """If the services are lost, let the orders of `client` fail with the error of the services.
 
-    `file`: the same path in all processes of an attempt; must not exist. `main`: whether this
-    process started the services. The other processes poll the file in a thread, which ends with the
-    client.
+    - file: the file for the error, the same path in all processes of an attempt. It must not exist.
+    - main: True if this process started the services.
+
+    The other processes poll the file in a thread, which ends when the client is closed.
     """
     if not main:
         threading.Thread(
@@ -66,10 +67,11 @@ def _watch_file(client: EngineClient, file: Path) -> None:
 
 
 def end_orders_after_stop(client: EngineClient, is_stop_requested: Callable[[], bool]) -> None:
-    """Fail the orders of `client` that have not ended 20 s after a stop request.
+    """Let the orders of `client` fail that are not complete 20 s after a stop request.
 
-    `is_stop_requested`: returns whether there is a stop request; called in a thread, which ends
-    with the client. A resumed run samples the missing rollouts with the weights of its checkpoint.
+    `is_stop_requested`: a function that returns True after a stop request. A thread calls it until
+    the client is closed. A resumed run samples the missing rollouts with the weights of its
+    checkpoint.
     """
 
     def end_orders() -> bool:

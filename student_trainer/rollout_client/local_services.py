@@ -1,4 +1,4 @@
-"""Starts the rollout services of a job on this machine, and restarts them. Without torch."""
+"""Starts the rollout services of a job on this machine, and restarts them. Needs no torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ _MAX_ENDS, _WITHIN_SECONDS = 4, 900.0
 
 
 class RolloutServices:
-    """The rollout services of a job. token: for calls to services that this job started, or ""."""
+    """The rollout services of a job.
+
+    token: the token for calls to services that this job started; "" for other services.
+    """
 
     def __init__(self, addresses: list[str], token: str) -> None:
         self._addresses = addresses
@@ -47,7 +50,7 @@ class RolloutServices:
         self._on_lost: Callable[[DistillError], None] = lambda _: None
 
     def start(self, commands: Sequence[tuple[list[str], Mapping[str, str]]]) -> None:
-        """Start services by (command, environment); `stop` ends them."""
+        """Start one service for each (command, environment). `stop` ends them."""
         self._services = [_Service(*command, self._note_lost_service) for command in commands]
 
     def stop(self) -> None:
@@ -60,19 +63,20 @@ class RolloutServices:
 
     @property
     def on_one_machine(self) -> bool:
-        """Whether this process has started the services, which then run on this machine."""
+        """True if this process started the services, so that they run on this machine."""
         return bool(self._services)
 
     def call_when_lost(self, call: Callable[[DistillError], None]) -> None:
-        """Call `call` with the last error when services are no longer restarted. Any thread may
-        call it.
+        """Call `call` with the last error when no service will be restarted any more.
+
+        `call` may run in any thread. If the services are already lost, it is called at once.
         """
         self._on_lost = call
         if self._lost is not None:
             call(self._lost)
 
     def _note_lost_service(self, error: DistillError) -> None:
-        """Record that a service will not be restarted. Other services take over its sequences."""
+        """Record that a service will not be restarted. Other services then sample its sequences."""
         self._ended_count += 1
         if self._ended_count < len(self._addresses):
             log.error("%s; the job goes on with the others", error)
@@ -81,9 +85,9 @@ class RolloutServices:
         self._on_lost(error)
 
     def addresses(self) -> list[str]:
-        """Wait until all services of this process are ready, and return HOST:PORT of every service.
+        """Wait until the services of this process are ready, and return HOST:PORT of every service.
 
-        The result is empty on ranks other than 0 if the job starts its services. Raises
+        If the job starts its services, the result is empty on ranks other than 0. Raises
         InvalidInput if a service does not start.
         """
         for service in self._services:
@@ -93,10 +97,10 @@ class RolloutServices:
 
 @contextmanager
 def rollout_services(config: AnyTraining) -> Iterator[RolloutServices | PlacedServices | None]:
-    """Start the services of a job in the main process. They stop with the context or the process.
+    """Start the services of a job in the main process.
 
-    Starts no service if the job's runner has placed services on a cluster. Yields None if the
-    trainer's own process samples.
+    The services end when the context or the process ends. No service is started if the job's runner
+    has placed services on a cluster. Yields None if the trainer's own process samples.
     """
     rollouts = config.rollout_engine
     if rollouts is None:
@@ -140,9 +144,9 @@ def rollout_services(config: AnyTraining) -> Iterator[RolloutServices | PlacedSe
 def count_engines(config: AnyTraining, rollouts: RolloutsConfig) -> int:
     """Return the number of engines that the trainer starts.
 
-    The number is `rollouts.replicas`. Engines without GPUs of their own share the trainer's GPUs,
-    if the machine has GPUs: then there is one engine for each process of the trainer, but at most
-    one for each GPU of the machine.
+    It is usually `rollouts.replicas`. If the engines have no GPUs of their own and the machine has
+    GPUs, the engines share the trainer's GPUs. Then there is one engine for each process of the
+    trainer, but at most one for each GPU of the machine.
     """
     shared = len(gpus_here()) if rollouts.replicas and not rollouts.gpus else 0
     return min(config.train.processes, shared) or rollouts.replicas
@@ -151,8 +155,9 @@ def count_engines(config: AnyTraining, rollouts: RolloutsConfig) -> int:
 def share_threads(config: AnyTraining, rollouts: RolloutsConfig) -> int:
     """Divide the CPU threads between the trainer's processes and the engines.
 
-    Sets $OMP_NUM_THREADS, which torch reads once, when it is imported. Without a lag, engines and
-    trainer alternate, so both use all threads. Returns the total threads of the engines.
+    Returns the total number of threads of the engines. Sets $OMP_NUM_THREADS for the trainer; torch
+    reads it once, when it is imported. Without a lag, engines and trainer run in turn, so both use
+    all threads.
     """
     own_threads = int(os.environ.get("OMP_NUM_THREADS") or count_cores())
     total_threads = own_threads * config.train.processes
@@ -164,22 +169,22 @@ def share_threads(config: AnyTraining, rollouts: RolloutsConfig) -> int:
 
 
 def _priority_command(rollouts: RolloutsConfig) -> list[str]:
-    """Return a command prefix that lowers the priority of an engine, on CPUs with a lag.
+    """Return a command prefix that lowers the CPU priority of an engine; [] if it is not needed.
 
-    The trainer's threads wait for each other, so the engine should only use idle CPU time. In
-    measurements, a step takes a quarter less time.
+    It is used on CPUs with a lag. The trainer's threads wait for each other, so the engine should
+    only use idle CPU time. In measurements, a step then takes a quarter less time.
     """
     return ["nice", "-n", "5"] if rollouts.lag and not gpus_here() else []
 
 
 def _sleep_option(rollouts: RolloutsConfig) -> list[str]:
-    """Return the option of a vllm engine that alternates with the trainer on the same GPU."""
+    """Return the option --sleep for a vllm engine that uses the trainer's GPUs in turn with it."""
     in_turn = rollouts.engine == "vllm" and not rollouts.gpus and not rollouts.lag
     return ["--sleep"] if in_turn and gpus_here() else []
 
 
 class _Service:
-    """A rollout service in a separate process, which is restarted when it exits."""
+    """A rollout service in a separate process, which is started again when it exits."""
 
     def __init__(
         self,
@@ -202,20 +207,20 @@ class _Service:
         self._thread.start()
 
     def terminate(self) -> None:
-        """Send a termination request to the process."""
+        """Send SIGTERM to the process. It is not started again."""
         self._closing.set()
         if self._process is not None:
             self._process.terminate()
 
     def join(self, deadline: float) -> None:
-        """Wait for the process to end; kill it at `deadline`, in seconds of the monotonic clock."""
+        """Wait for the process to end; kill it at `deadline` (seconds of the monotonic clock)."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
 
     def wait_until_ready(self) -> None:
-        """Wait until the service listens for the first time. Raises InvalidInput if it ends."""
+        """Wait until the service listens for the first time. Raises InvalidInput if it exits."""
         start_time = time.monotonic()
         while not self._ready.wait(_LOG_INTERVAL_SECONDS):
             log.info("the rollout engine starts, since %.0f s", time.monotonic() - start_time)
@@ -255,7 +260,7 @@ class _Service:
         )
 
     def _run(self) -> tuple[int, str]:
-        """Run the process to its end; return its exit code and its last error message."""
+        """Start the process, wait for its end, and return its exit code and last error message."""
         with subprocess.Popen(
             self._command,
             env=self._environment,
@@ -292,9 +297,9 @@ class _Service:
 def _gpu_variable(config: AnyTraining, rollouts: RolloutsConfig, number: int) -> dict[str, str]:
     """Return the environment variable that selects the GPUs of engine `number`; {} without GPUs.
 
-    These are the GPUs after the trainer's own GPUs, or the GPU that the engine shares with trainer
-    process `number`. Raises InvalidInput if this machine, or the job's share of this machine, has
-    too few GPUs.
+    An engine with its own GPUs gets GPUs after those of the trainer. Otherwise the engine shares
+    the GPU of trainer process `number`. Raises InvalidInput if this machine, or the job's share of
+    this machine, has too few GPUs.
     """
     if not rollouts.gpus:
         return {"CUDA_VISIBLE_DEVICES": gpus_here()[number]} if gpus_here() else {}

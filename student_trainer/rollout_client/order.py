@@ -14,18 +14,19 @@ InFlight = Literal["drain", "recompute", "keep"]
 
 @dataclass(frozen=True)
 class WeightsVersion:
-    """A version of the student's weights, and the snapshot that contains them (`snapshot.py`).
+    """A version of the student's weights, and the snapshot that contains it (`snapshot.py`).
 
-    - lineage: versions of one lineage are ordered by number; a trainer's attempt is one lineage.
-    - number: finished steps of the student.
+    - lineage: an id; the versions of one lineage are ordered by number. Each attempt of a trainer
+      has its own lineage.
+    - number: the number of steps that the student had finished.
     - directory: the directory of the snapshot.
-    - in_flight: what the engine does with running sequences of an older version of the lineage when
-      it loads this version. "drain": the engine finishes the sequences first, so each sequence has
-      one version. "recompute": the sequences continue with the new weights, and their KV cache is
-      recomputed. "keep": the sequences continue with the new weights and the KV cache of the older
-      weights.
+    - in_flight: how the engine treats running sequences of an older version of the lineage when it
+      loads this version. "drain": the engine finishes the sequences first, so each sequence has one
+      version. "recompute": the sequences continue with the new weights, and their KV cache is
+      computed again. "keep": the sequences continue with the new weights and the KV cache of the
+      older weights.
     - job, attempt: the trainer's run directory and the number of its attempt. A service that has
-      seen a later attempt of the job refuses this version; "" disables the check.
+      received an order of a later attempt of the job refuses this version; "" disables the check.
     """
 
     lineage: str
@@ -40,16 +41,17 @@ class WeightsVersion:
 class SamplingSettings:
     """The settings that all sequences of an order share.
 
-    - top_k: head ids to record per token, may be 0.
+    - top_k: number of head ids to record per token, may be 0.
     - temperature: divides the logits.
-    - draws: ids per token to draw from the tail; greedy sequences have none.
+    - draws: number of ids per token to draw from the tail; greedy sequences have none.
     - seed: fixes the random numbers together with a rollout number; None takes the most likely
       token each time.
-    - stream_tokens: number of random numbers of a rollout, as in `rollout_noise`.
-    - batch_tokens: maximum tokens of a batch, with padding; not used by the vllm engine.
+    - stream_tokens: number of random numbers of a rollout, see `rollout_noise`.
+    - batch_tokens: maximum tokens of a batch, including padding; the vllm engine ignores it.
     - marks: texts that end a sequence when they are sampled.
     - vocab_size: sample only from the first `vocab_size` ids; None: from all ids.
-    - end_ids: tokens that end a sequence; empty: those of the service's copy of the student.
+    - end_ids: tokens that end a sequence; empty: the end tokens of the model that the service
+      loaded.
     """
 
     top_k: int

@@ -1,4 +1,4 @@
-"""The rollout services that the runner of a job has placed on a cluster, for the trainer."""
+"""The rollout services that the runner of a job has started on a cluster."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _STRAGGLER_SECONDS = 60.0
 class PlacedServices:
     """The services that a file of the runner lists; see `clients/runs/started_services.py`.
 
-    The runner starts them, restarts them and moves them to other nodes. token: "", because each
-    process of the trainer has a token from the runner.
+    The runner starts them, restarts them and moves them to other nodes. The token is "", because
+    each process of the trainer has a token from the runner.
     """
 
     token = ""
@@ -29,18 +29,18 @@ class PlacedServices:
 
     @property
     def on_one_machine(self) -> bool:
-        """Whether the services and all processes of the trainer share a machine."""
+        """True if the services and all processes of the trainer run on one machine."""
         return read_placed(self._file)[1]
 
     def call_when_lost(self, call: Callable[[DistillError], None]) -> None:
-        """Do nothing: a lost service may come back, so orders wait for their `patience_seconds`."""
+        """Do nothing: a lost service may return, so orders wait for their `patience_seconds`."""
 
     def addresses(self) -> list[PlacedAddress]:
         """Wait until the services are ready, and return their addresses.
 
-        When the first service is ready, waits at most 60 s for the other services, which may join
-        later. Empty on ranks other than 0. Raises InvalidInput if a service does not start,
-        Unavailable if the file cannot be read.
+        After the first service is ready, the method waits at most 60 s for the others, which may be
+        ready later. The result is empty on ranks other than 0. Raises InvalidInput if a service
+        does not start, and Unavailable if the file cannot be read.
         """
         if not is_main_process():
             return []

@@ -69,10 +69,13 @@ class RolloutsAhead:
         last_step: int,
         sleeps: bool = False,
     ) -> None:
-        """`teacher`: scores the rollouts. `rollouts`: samples them at the services of `client`.
+        """Set up the rollouts. Nothing is sent.
 
-        `last_step`: later steps get no order. `sleeps`: the services share the trainer's GPUs and
-        alternate with the trainer.
+        - teacher: scores the rollouts.
+        - rollouts: samples the rollouts with the services of `client`.
+        - lag: maximum age of the weights in steps.
+        - last_step: the last step for which an order is sent.
+        - sleeps: True if the services and the trainer use the same GPUs in turn.
         """
         self._accelerator = accelerator
         self._client = client
@@ -89,9 +92,9 @@ class RolloutsAhead:
     def of_step(self, step: int, prompts_of_step: PromptsOfStep) -> list[PendingRows]:
         """Collective. Return this process's rollouts of `step` (from 1) and request their rows.
 
-        `prompts_of_step`: the prompts and rollout numbers of this process in a step. Sends the
-        orders of steps up to `step + lag`. Raises the error of the engine or of the teacher on all
-        ranks.
+        `prompts_of_step`: a function that returns this process's prompts and rollout numbers of a
+        step. The orders of steps up to `step + lag` are sent. An error of the engine or of the
+        teacher is raised on all ranks.
         """
         self._channel.delete_before(step - 1 - self._lag)
         # Keep the order of this step until the next step: if this one fails, the checkpoint of the
@@ -117,20 +120,23 @@ class RolloutsAhead:
         return raise_on_all_ranks(self._accelerator, lambda: self._await_rows(order))
 
     def before_learning(self) -> None:
-        """Collective. Make engines that share the trainer's GPUs free their memory."""
+        """Collective. Free the memory of engines that share the trainer's GPUs."""
         if self._sleeps:
             main = self._accelerator.is_main_process
             raise_on_all_ranks(self._accelerator, self._client.sleep if main else lambda: None)
 
     def restore(self, checkpoint: Path) -> None:
-        """Load the rollouts of later steps from a checkpoint. `of_step` does not sample them again.
+        """Load the rollouts of later steps from a checkpoint, so that they are not sampled again.
 
-        If the data have changed, `of_step` samples the rollouts of changed prompts again.
+        If the data have changed, `of_step` samples new rollouts for the prompts that changed.
         """
         self._stored_rollouts = read_rollouts(checkpoint)
 
     def later_files(self, step: int) -> LaterFiles:
-        """Return a function for the checkpoint of `step`; see `LaterFiles`."""
+        """Return a function that returns the files with the rollouts of the steps after `step`.
+
+        They are part of the checkpoint of `step`; see `LaterFiles`.
+        """
         part = self._accelerator.process_index
         orders = [order for order_step, order in self._orders.items() if order_step > step]
 
@@ -145,18 +151,18 @@ class RolloutsAhead:
     def publish(self, step: int, *, anchor: bool = False) -> None:
         """Collective. Publish the current weights, version `step`, to the engine for an evaluation.
 
-        `anchor`: the student currently has the anchor's weights.
+        `anchor`: True if the student currently has the anchor's weights.
         """
         self._channel.publish(step, anchor=anchor)
         self._make_room()
 
     def close(self) -> None:
-        """Cancel the orders that run, and delete all versions of the weights. Not collective."""
+        """Cancel the running orders, and delete all versions of the weights. Not collective."""
         self._client.close()
         self._channel.close()
 
     def metrics(self, step: int, pending_rows: Sequence[PendingRows]) -> dict[str, Tensor]:
-        """Return the metrics of the rollouts of `step`: the age of their weights in steps."""
+        """Return the metrics of the rollouts of `step`: the mean age of their weights in steps."""
         lags = [
             (step - 1 - version, tokens)
             for item in pending_rows
@@ -167,7 +173,7 @@ class RolloutsAhead:
         return {"rollout/lag": torch.tensor([total, count], dtype=torch.float64)}
 
     def _make_room(self) -> None:
-        """Collective. Free cached GPU memory for engines that wake up with the next order."""
+        """Collective. Free the cached GPU memory, because the next order wakes the engines."""
         if self._sleeps:
             torch.cuda.empty_cache()
             self._accelerator.wait_for_everyone()
@@ -175,7 +181,7 @@ class RolloutsAhead:
     def _start_order(
         self, weights: WeightsVersion, prompts: Sequence[Prompt], numbers: Sequence[int]
     ) -> _RunningOrder:
-        """Start the order for the prompts without stored rollouts."""
+        """Start an order for the prompts that have no rollout from the checkpoint."""
         order = _RunningOrder(prompts, numbers, self._teacher)
         missing, changed = [], 0
         for index, (number, prompt) in enumerate(zip(numbers, prompts, strict=True)):
@@ -210,12 +216,12 @@ class RolloutsAhead:
 
 
 def _answers(stored_rollout: Rollout, prompt: Prompt) -> bool:
-    """Return whether a stored rollout is an answer to `prompt`."""
+    """Return True if the stored rollout is an answer to `prompt`."""
     return np.array_equal(stored_rollout.token_ids[: stored_rollout.start].numpy(), prompt.ids)
 
 
 def _add_prompt_fields(stored_rollout: Rollout, prompt: Prompt) -> Rollout:
-    """Return a stored rollout with the fields of its prompt that are not stored."""
+    """Return the stored rollout with the fields of its prompt that are not stored."""
     return replace(
         stored_rollout,
         answer=prompt.answer,
@@ -227,7 +233,7 @@ def _add_prompt_fields(stored_rollout: Rollout, prompt: Prompt) -> Rollout:
 
 
 class _RunningOrder:
-    """An order of this process, with its received rollouts and their row requests."""
+    """An order of this process: the rollouts that have arrived, and the requests for their rows."""
 
     def __init__(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], teacher: TeacherSource
@@ -240,11 +246,14 @@ class _RunningOrder:
 
     @property
     def scored_rollouts(self) -> list[tuple[Rollout, Future[RowBlock] | None]]:
-        """The rollouts in the order of the prompts, with their rows if these were requested."""
+        """The rollouts in the order of the prompts, each with the request for its rows.
+
+        The request is None if the teacher does not allow requests at any time.
+        """
         return [self._scored_rollouts[index] for index in range(len(self._prompts))]
 
     def take(self, index: int, rollout: Rollout) -> None:
-        """Add a rollout. Request its rows if the teacher allows requests at any time."""
+        """Add a rollout. If the teacher allows requests at any time, request its rows now."""
         rows: Future[RowBlock] | None = None
         if self._teacher.any_time:
             try:
@@ -255,10 +264,10 @@ class _RunningOrder:
         self._scored_rollouts[index] = rollout, rows
 
     def collect(self, sampling: Iterator[tuple[int, Rollout]], indices: Sequence[int]) -> None:
-        """Start a thread that takes each rollout of `sampling` when it arrives.
+        """Start a thread that adds each rollout of `sampling` when it arrives.
 
-        `indices[i]`: index of the prompt of rollout i in this order's prompts. `completion`
-        resolves at the end of the thread, with its error if there is one.
+        `indices[i]`: index of the prompt of rollout i among this order's prompts. The future
+        `completion` is done at the end of the thread, with the thread's error if there is one.
         """
         self.completion = Future()
 
@@ -274,9 +283,10 @@ class _RunningOrder:
         threading.Thread(target=take_rollouts, name="rollouts", daemon=True).start()
 
     def rollouts(self, stop: threading.Event) -> dict[int, Rollout]:
-        """Wait for the rollouts, and return them by rollout number; {} if `stop` is set first.
+        """Wait for the rollouts, and return them by rollout number; {} if `stop` is set before.
 
-        If the engine fails, returns the received rollouts. A resumed run samples the others again.
+        If the engine fails, the result has only the rollouts that arrived. A resumed run samples
+        the others again.
         """
         while not self.completion.done():
             if stop.wait(_POLL_SECONDS):

@@ -42,7 +42,7 @@ MAX_MEAN_DIFFERENCE = 0.1
 
 @dataclass(frozen=True)
 class Probe:
-    """Sequences with the trainer's log-probs; see the module docstring."""
+    """Token sequences with the trainer's log-probs of their tokens; see the module docstring."""
 
     token_ids: Tensor
     logprobs: Tensor
@@ -52,6 +52,7 @@ class Probe:
 class Snapshot:
     """A complete snapshot.
 
+    - directory: the directory of its files.
     - number: the number of the version.
     - dtype: the dtype of the trainer's computation, float32 or bfloat16.
     - files: the digest of each file by name.
@@ -63,7 +64,7 @@ class Snapshot:
     files: Mapping[str, str]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, weight) of all weights, on the CPU, one file after the other."""
+        """Yield (name, weight) for all weights, on the CPU, file by file."""
         for name in self._weight_files():
             with safe_open(self.directory / name, "pt") as file:
                 for key in file.keys():  # noqa: SIM118 (the file is no mapping)
@@ -80,7 +81,7 @@ class Snapshot:
         return shapes
 
     def probe(self) -> Probe:
-        """Return the probe."""
+        """Return the probe that is stored in the snapshot."""
         tensors = load_file(self.directory / _PROBE_FILE)
         return Probe(tensors["token_ids"], tensors["logprobs"])
 
@@ -91,9 +92,10 @@ class Snapshot:
 
 
 def seal(directory: Path, *, number: int, dtype: str, probe: Probe) -> None:
-    """Complete a snapshot whose weight files are in `directory`: add probe and snapshot.json.
+    """Complete a snapshot: write the probe and snapshot.json to `directory`.
 
-    `number` and `dtype`: see Snapshot. Raises OSError.
+    The files of the weights must already be in `directory`. `number` and `dtype` are described in
+    `Snapshot`. Raises OSError.
     """
     probe_tensors = {"token_ids": probe.token_ids, "logprobs": probe.logprobs}
     (directory / _PROBE_FILE).write_bytes(save(probe_tensors))  # `save_file` raises no OSError
@@ -109,8 +111,8 @@ def seal(directory: Path, *, number: int, dtype: str, probe: Probe) -> None:
 def open_snapshot(directory: Path) -> Snapshot:
     """Return the snapshot in `directory`. Raises Corrupt if it is incomplete or damaged.
 
-    Reads every byte once, to compare the digests. Files outside `directory` are not read: a
-    snapshot that names such a file, or has a symbolic link to it, is refused.
+    Reads every byte once, to compare the digests. A snapshot that names a file outside `directory`,
+    or has a symbolic link to one, is refused with Corrupt; such a file is never read.
     """
     try:
         facts = json.loads((directory / _INFO_FILE).read_text())
@@ -136,10 +138,14 @@ def open_snapshot(directory: Path) -> Snapshot:
 
 
 def verify(probe: Probe, logprobs_of: Callable[[Tensor], Tensor], dtype: str) -> float:
-    """Compare an engine with the trainer; return the largest difference in nats.
+    """Compare the log-probs of an engine with those of the trainer; return the largest difference.
 
-    logprobs_of: returns the engine's log-probs [n, T - 1] float32 of token ids [n, T]. Raises
-    Corrupt if they differ by more than the rounding of `dtype` can explain.
+    - probe: token sequences with the trainer's log-probs.
+    - logprobs_of: a function that returns the engine's log-probs [n, T - 1] float32 of token ids
+      [n, T].
+    - dtype: the dtype of the trainer's computation.
+
+    The difference is in nats. Raises Corrupt if it is larger than rounding in `dtype` can explain.
     """
     differences = (logprobs_of(probe.token_ids) - probe.logprobs).abs()
     maximum, mean = float(differences.max()), float(differences.mean())

@@ -1,12 +1,18 @@
-"""The rollouts in a checkpoint: rollouts of later steps, whose weights no longer exist.
+"""Stores in a checkpoint the rollouts of later steps, whose weights no longer exist.
 
-One safetensors file per process, of n rollouts. numbers, starts, lengths, queries [n] int64: number
-of the rollout, tokens of its prompt, tokens after the prompt, queries to a retriever. flags [n, 2]
-bool: truncated, failed. versions [S, 3] int64, one row for each run of tokens with one version:
-index of the rollout, version, number of tokens. concluded [b] uint8: the answers according to an
-environment, a JSON list of texts or null. token_ids: of all sequences, concatenated. The other
-tensors cover the tokens after the prompts and have the names of `Rollout`; own, draw_ids and
-draw_logprobs are omitted if empty. The fields of a prompt other than its tokens are not stored.
+There is one safetensors file per process. It contains these tensors for n rollouts:
+
+- numbers, starts, lengths, queries [n] int64: rollout number, number of tokens of the prompt,
+  number of tokens after the prompt, number of queries to a retriever.
+- flags [n, 2] bool: truncated, failed.
+- versions [S, 3] int64: one row for each run of tokens that were sampled with one version of the
+  weights: index of the rollout, version, number of tokens.
+- concluded [b] uint8: a JSON list with the answer of each rollout that the environment extracted,
+  or null.
+- token_ids: the tokens of all sequences, concatenated.
+
+The other tensors have the names of fields of `Rollout` and cover the tokens after the prompts. own,
+draw_ids and draw_logprobs are omitted if they are empty. Of a prompt, only the tokens are stored.
 """
 
 from __future__ import annotations
@@ -26,12 +32,12 @@ _PREFIX = "rollouts-"
 
 
 def file_name(part: int) -> str:
-    """Return the name of the file of process `part` in a checkpoint."""
+    """Return the name of the file that process `part` writes into a checkpoint."""
     return f"{_PREFIX}{part}.safetensors"
 
 
 def encode_rollouts(rollouts: Mapping[int, Rollout]) -> bytes:
-    """Return the file content of at least one rollout, given by rollout number."""
+    """Return the content of the file for `rollouts`, at least one, by rollout number."""
     listed_rollouts = list(rollouts.values())
     spans = [
         (index, *span) for index, rollout in enumerate(listed_rollouts) for span in rollout.versions
@@ -61,7 +67,7 @@ def encode_rollouts(rollouts: Mapping[int, Rollout]) -> bytes:
 
 
 def read_rollouts(checkpoint: Path) -> dict[int, Rollout]:
-    """Return the rollouts that all processes have stored in a checkpoint, by rollout number."""
+    """Return the rollouts that all processes stored in a checkpoint, by rollout number."""
     rollouts: dict[int, Rollout] = {}
     for path in sorted(checkpoint.glob(f"{_PREFIX}*.safetensors")):
         rollouts |= _decode_rollouts(load_file(path))

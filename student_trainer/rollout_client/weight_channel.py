@@ -1,13 +1,13 @@
-"""Transfers the student's weights to the rollout engines: the interface, and the channel of files.
+"""Transfers the student's weights to the rollout engines: the interface, and a channel of files.
 
 `FileChannel` is the only channel. Engines open its files with `snapshot.py`. Every channel has
 these properties, which tests/student_trainer/rollout_service/test_weight_channel.py checks:
 
-- An engine samples an order with the verified weights of the order's version, or fails the order.
+- An engine samples an order with the verified weights of the order's version, or the order fails.
 - Trainers that share engines never wait for each other, for any order and any names of the engines.
 - A trainer that is stopped or killed at any point of `publish` delays no other trainer.
-- An engine that was restarted, or has moved to another machine, gets every version that an order
-  may still name.
+- An engine that was restarted, or has moved to another machine, can load every version that an
+  order may still name.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ _IN_RUN = "weights"
 
 
 class WeightChannel(Protocol):
-    """Transfers versions of the student's weights to the engines. Every process of a job has an
-    instance.
+    """Transfers versions of the student's weights to the engines.
+
+    Every process of a job has an instance.
     """
 
     @property
     def newest(self) -> WeightsVersion:
-        """The last published version. At least one version must be published."""
+        """The version that was published last. At least one version must be published."""
 
     def publish(self, number: int, *, anchor: bool = False) -> WeightsVersion:
-        """Collective. Make the current weights available as version `number`, and return this
-        version.
+        """Collective. Make the current weights available as version `number`, and return it.
 
-        An existing version is not published again. `anchor`: the student currently has the weights
-        of the anchor; their versions are a separate lineage. Raises Unavailable on all ranks if the
-        weights cannot be published.
+        `anchor`: True if the student currently has the weights of the anchor. The versions of the
+        anchor are a separate lineage. A version that exists is not published again. If the weights
+        cannot be published, Unavailable is raised on all ranks.
         """
 
     def delete_before(self, number: int) -> None:
-        """Delete the versions before `number`, which no order names any more."""
+        """Delete the versions before `number`. No order may name them any more."""
 
     def close(self) -> None:
         """Delete all versions. Not collective."""
@@ -67,9 +67,11 @@ class WeightChannel(Protocol):
 def choose_snapshot_root(run: Path, attempt: int, needed_bytes: int, *, local: bool) -> Path:
     """Return a directory for the snapshots of an attempt: in memory, or in the run directory.
 
-    `needed_bytes` is the size of all snapshots that exist at the same time. `local` is True if the
-    engines run on this machine. Deletes snapshots of killed trainers in the memory of this machine,
-    and snapshots of earlier attempts in the run directory.
+    - needed_bytes: the size of all snapshots that exist at the same time.
+    - local: True if the engines run on this machine.
+
+    The function also deletes snapshots that killed trainers left in the memory of this machine, and
+    snapshots of earlier attempts in the run directory.
     """
     in_run = RunDirectory(run).weights
     shutil.rmtree(in_run, ignore_errors=True)
@@ -81,17 +83,18 @@ def choose_snapshot_root(run: Path, attempt: int, needed_bytes: int, *, local: b
 
 
 def snapshot_bytes(model: Any, dtype: torch.dtype, *, adapters: bool) -> int:
-    """Return the bytes of a snapshot of a model, or of its float32 adapters."""
+    """Return the size in bytes of a snapshot: of all weights in `dtype`, or of float32 adapters."""
     if adapters:
         return sum(weight.numel() for weight in trainable_weights(model).values()) * 4
     return int(model.num_parameters()) * dtype.itemsize
 
 
 class FileChannel:
-    """The channel of files: the snapshots of one attempt, which the main process writes.
+    """A weight channel of files: the main process writes the snapshots of one attempt.
 
     A snapshot has a probe: a few sequences with the log-probs of the trainer's forward pass. An
-    engine that has loaded wrong or incomplete weights computes different log-probs.
+    engine that has loaded wrong or incomplete weights computes other log-probs, so the error is
+    detected.
     """
 
     def __init__(
@@ -110,11 +113,13 @@ class FileChannel:
     ) -> None:
         """Collective. Set up the writer.
 
-        `root`: the directory for the snapshots; it is created, and `close` deletes it. `job`,
-        `attempt` and `in_flight`: see WeightsVersion. The main process's `root` and `job` are used
-        on all ranks. `dtype` is the dtype of the stored weights. With `adapters`, snapshots contain
-        only the student's adapters. `probe_ids` [n, T] int64: the sequences of the probe, the same
-        in every process.
+        - root: the directory for the snapshots. It is created, and `close` deletes it.
+        - job, attempt, in_flight: see `WeightsVersion`.
+        - dtype: the dtype of the stored weights.
+        - adapters: True if snapshots contain only the student's adapters.
+        - probe_ids [n, T] int64: the sequences of the probe, the same in every process.
+
+        All ranks use the `root` and the `job` of the main process.
         """
         self._accelerator = accelerator
         self._student = student
@@ -136,8 +141,8 @@ class FileChannel:
     def publish(self, number: int, *, anchor: bool = False) -> WeightsVersion:
         """Collective. Write the current weights; see `WeightChannel.publish`.
 
-        Returns when the snapshot is complete. If the disk of the snapshot is full or fails, deletes
-        the snapshot's files and raises Unavailable on all ranks.
+        Returns when the snapshot is complete. If the disk is full or fails, the snapshot's files
+        are deleted and Unavailable is raised on all ranks.
         """
         version = self._version(number, anchor=anchor)
         if version not in self._versions:

@@ -1,4 +1,7 @@
-"""Orders and sampled sequences as messages of protos/rollouts.proto, validated on arrival."""
+"""Converts orders and sampled sequences to messages of protos/rollouts.proto and back.
+
+Messages are validated when they are read.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +54,9 @@ _IN_FLIGHT: dict[InFlight, rollouts_pb2.InFlight.ValueType] = {
 class OrderLimits:
     """The limits of an engine.
 
-    Token ids are 0 to vocab_size - 1. max_length: maximum tokens of a sequence, given and sampled;
-    None: no limit. in_flight: the supported values of `WeightsVersion.in_flight`.
+    - vocab_size: token ids are 0 to vocab_size - 1.
+    - max_length: maximum tokens of a sequence, including the sampled tokens; None: no limit.
+    - in_flight: the supported values of `WeightsVersion.in_flight`.
     """
 
     vocab_size: int
@@ -61,7 +65,7 @@ class OrderLimits:
 
 
 def order_parts(order: Order) -> list[rollouts_pb2.OrderPart]:
-    """Return the messages of an order: the header, then each sequence.
+    """Return the messages of an order: first the header, then one message for each sequence.
 
     Raises InvalidInput if a value does not fit into its message.
     """
@@ -111,9 +115,9 @@ def version_message(version: WeightsVersion) -> rollouts_pb2.WeightsVersion:
 
 
 class OrderReader:
-    """Reads the messages of one order.
+    """Reads the messages of one order, and builds the order.
 
-    All errors are InvalidInput with the field, such as `sequences[3].limit`, and a hint.
+    All errors are InvalidInput with a hint and a field, such as `sequences[3].limit`.
     """
 
     def __init__(self, limits: OrderLimits) -> None:
@@ -136,7 +140,7 @@ class OrderReader:
                 _refuse_field("part", "an order is one header, then its sequences", "send them so")
 
     def order(self) -> Order:
-        """Return the complete order, after the last message."""
+        """Return the complete order. Call this after the last message."""
         header = self._header
         if header is None or self._weights is None:
             _refuse_field("header", "is missing", "send the header of the order first")
@@ -209,7 +213,7 @@ class OrderReader:
 
 
 def read_version(message: rollouts_pb2.WeightsVersion, limits: OrderLimits) -> WeightsVersion:
-    """Return the version of a message. Raises InvalidInput."""
+    """Return the version that a message contains. Raises InvalidInput."""
     if not 0 < len(message.lineage) <= MAX_TEXT_CHARS:
         hint = "name the trainer's attempt"
         _refuse_field("weights.lineage", f"must be 1 to {MAX_TEXT_CHARS} characters", hint)
@@ -267,7 +271,10 @@ def _check_header(header: rollouts_pb2.OrderHeader, limits: OrderLimits) -> None
 
 
 def sampled_parts(index: int, sampled: SampledTokens) -> Iterator[rollouts_pb2.SampledPart]:
-    """Yield the messages of the sampled sequence `index` of an order, at most 1 MiB each."""
+    """Yield the messages of one sampled sequence, at most 1 MiB each.
+
+    `index`: the index of the sequence in its order.
+    """
     draws = sampled.draws
     columns: dict[str, NDArray[Any]] = {
         "token_ids": _to_array(sampled.token_ids, "<i4"),
@@ -294,7 +301,7 @@ def sampled_parts(index: int, sampled: SampledTokens) -> Iterator[rollouts_pb2.S
 
 
 class SampledReader:
-    """Joins the messages of the sampled sequences of one order. All errors are Corrupt.
+    """Builds the sampled sequences of one order from their messages. All errors are Corrupt.
 
     vocab_size: number of the student's ids; None: ids are not checked.
     """
@@ -310,11 +317,11 @@ class SampledReader:
 
     @property
     def complete(self) -> bool:
-        """True if every sequence of the order has been received."""
+        """True if all sequences of the order are complete."""
         return len(self._finished) == len(self._limits)
 
     def add(self, part: rollouts_pb2.SampledPart) -> tuple[int, SampledTokens] | None:
-        """Read a message; return (index in the order, tokens) if it completes a sequence."""
+        """Read a message. If it completes a sequence, return (index in the order, tokens)."""
         index = part.index
         if index >= len(self._limits) or index in self._finished:
             raise Corrupt(f"the rollout service sent sequence {index} twice or without a request")
