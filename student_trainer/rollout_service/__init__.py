@@ -1,1 +1,1 @@
-"""`distill-rollouts`: samples rollouts with the student's weights, in a separate process."""
+"""The program `distill-rollouts`: samples rollouts with the student, in a separate process."""

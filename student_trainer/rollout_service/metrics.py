@@ -1,4 +1,4 @@
-"""The metrics of the rollout service."""
+"""The Prometheus metrics of the rollout service."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECONDS_BUCKETS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
 
 
 class RolloutMetrics:
-    """The metrics of one running rollout service, in their own registry."""
+    """The Prometheus metrics of one running rollout service, in a separate registry."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -47,21 +47,22 @@ class RolloutMetrics:
 
     @contextmanager
     def order(self) -> Iterator[None]:
-        """Return a context that counts an order by its outcome, and records its time if it is OK.
+        """Return a context that counts an order by its outcome.
 
-        The order's error must propagate through the context.
+        It also records the time of an order that succeeds. An error of the order must leave the
+        context, so that it is counted.
         """
         with _measure_outcome(self._orders, self._order_seconds):
             yield
 
     @contextmanager
     def load(self) -> Iterator[None]:
-        """Return a context that counts and measures a load of weights; see `order`."""
+        """Return a context that counts a load of weights and measures its time; see `order`."""
         with _measure_outcome(self._loads, self._load_seconds):
             yield
 
     def sequence(self, tokens: int) -> None:
-        """Count a sampled sequence."""
+        """Count a sampled sequence and its tokens."""
         self._sequences.inc()
         self._tokens.inc(tokens)
 
@@ -71,7 +72,7 @@ class RolloutMetrics:
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens of all sequences that were sampled to their end."""
+        """Number of tokens of all sequences that were sampled to their end."""
         return int(self.registry.get_sample_value(f"{_PREFIX}sampled_tokens_total") or 0)
 
 

@@ -29,9 +29,12 @@ _VLLM_BATCH_TOKENS = 16384
 
 @dataclass(frozen=True)
 class RolloutVllmSettings:
-    """Options of the vllm engine: GPUs, the share of their memory in (0, 1], tokens of a step.
+    """Options of the vllm engine.
 
-    sleeps: free the memory of the GPUs when a client asks for it.
+    - tensor_parallel_size: the number of GPUs.
+    - gpu_memory_share: the part of each GPU's memory that vLLM may use, in (0, 1].
+    - max_batch_tokens: maximum number of tokens per scheduler step; None: vLLM's choice.
+    - sleeps: free the memory of the GPUs when a client requests it.
     """
 
     tensor_parallel_size: int
@@ -42,7 +45,7 @@ class RolloutVllmSettings:
 
 @dataclass(frozen=True)
 class RolloutEngineSettings:
-    """The engine and its model; the command-line options of the same names explain each field."""
+    """The engine and its model. Each field is described by the option of the same name."""
 
     name: str
     model: str
@@ -56,7 +59,7 @@ class RolloutEngineSettings:
 def run(
     settings: RolloutEngineSettings, endpoint: ServerEndpoint, address: tuple[str, int]
 ) -> None:
-    """Load the engine and serve until SIGTERM or SIGINT.
+    """Load the engine, and serve until the process receives SIGTERM or SIGINT.
 
     `address`: (host, port) of the metrics page. Raises InvalidInput for invalid settings.
     """
@@ -69,7 +72,7 @@ def run(
 
 
 def make_engine(settings: RolloutEngineSettings) -> RolloutEngine:
-    """Load the engine `settings.name`.
+    """Load the engine with the name `settings.name`.
 
     Raises InvalidInput if the engine is unknown, does not support one of the options, or cannot
     load the model.
@@ -122,7 +125,7 @@ def make_engine(settings: RolloutEngineSettings) -> RolloutEngine:
 
 
 def _resolve_model(settings: RolloutEngineSettings) -> str:
-    """Return the model, or the directory of its revision."""
+    """Return the model name, or the local directory of its revision if a revision is set."""
     if settings.revision is None:
         return settings.model
     from huggingface_hub import snapshot_download

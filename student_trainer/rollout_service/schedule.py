@@ -1,4 +1,4 @@
-"""Schedules the orders of a rollout service and the loads of their weights."""
+"""Schedules the orders of a rollout service, and the loads of the weights that they need."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ MAX_WAITING_ORDERS = 256
 class ScheduleEntry:
     """An order in the schedule.
 
-    sampling: the task that samples the order; cancelled if the weights are lost. error: the error
-    that ended the order, or None.
+    - weights: the version of the weights that the order needs.
+    - sampling: the task that samples the order. It is cancelled if the weights are lost.
+    - error: the error that ended the order, or None.
     """
 
     def __init__(self, weights: WeightsVersion) -> None:
@@ -25,17 +26,17 @@ class ScheduleEntry:
         self._started = asyncio.Event()
 
     async def wait_until_started(self) -> None:
-        """Wait until the order may be sampled. Raises the error of the load of its weights."""
+        """Wait until the order may be sampled. If loading its weights failed, raise that error."""
         await self._started.wait()
         if self.error is not None:
             raise self.error
 
     def start(self) -> None:
-        """Let the sampling of this order begin: wakes `wait_until_started`."""
+        """Allow the sampling of this order to begin: `wait_until_started` returns."""
         self._started.set()
 
     def fail(self, error: Exception) -> None:
-        """End the waiting or running order with an error."""
+        """End the order with an error, whether it waits or runs."""
         self.error = error
         if self._started.is_set() and self.sampling is not None:
             self.sampling.cancel()
@@ -43,15 +44,15 @@ class ScheduleEntry:
 
 
 class Schedule:
-    """Schedules the loads of weights and the starts of orders. For use in one event loop.
+    """Decides when weights are loaded and when orders start. For use in one event loop.
 
-    Orders of the loaded version start at once, unless an older order of another lineage waits. An
-    order of another version waits until no order runs. Then the weights of the oldest waiting order
-    are loaded. If this order has `in_flight` recompute or keep, and its version is a newer version
-    of the loaded lineage, its weights are loaded while orders run.
-
-    If a load fails, the orders that wait for this load fail, and so do the running orders, which
-    have lost their weights. A later order of the same version loads the weights again.
+    - An order of the loaded version starts at once, unless an older order of another lineage waits.
+    - An order of another version waits until no order runs. Then the weights of the oldest waiting
+      order are loaded.
+    - If this order has the `in_flight` value recompute or keep, and its version is a newer version
+      of the loaded lineage, its weights are loaded while orders run.
+    - If a load fails, the orders that wait for this load fail. The running orders also fail,
+      because their weights are lost. A later order of the same version loads the weights again.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Schedule:
         return len(self._waiting_entries)
 
     def enter(self, weights: WeightsVersion) -> ScheduleEntry:
-        """Add an order. Raises Overloaded if too many wait, Unavailable after `drain`."""
+        """Add an order. Raises Overloaded if too many orders wait, Unavailable after `drain`."""
         if self._draining:
             raise _stopping_error()
         if len(self._waiting_entries) >= self._max_waiting:
@@ -94,14 +95,17 @@ class Schedule:
         return entry
 
     def leave(self, entry: ScheduleEntry) -> None:
-        """Remove an order in any state. May be called twice."""
+        """Remove an order, whether it waits, runs or has ended. May be called twice."""
         self._running_entries.discard(entry)
         if entry in self._waiting_entries:
             self._waiting_entries.remove(entry)
         self._advance()
 
     def end_earlier_attempts(self, weights: WeightsVersion, error: Exception) -> None:
-        """End the orders of earlier attempts of a job with an error."""
+        """End all orders of earlier attempts of the same job with `error`.
+
+        `weights`: the version of an order of the new attempt.
+        """
         for entry in (*self._waiting_entries, *self._running_entries):
             entry_weights = entry.weights
             if entry_weights.job == weights.job and entry_weights.attempt < weights.attempt:
@@ -110,14 +114,14 @@ class Schedule:
                 entry.fail(error)
 
     def drain(self) -> None:
-        """Fail the waiting and all later orders with Unavailable; running orders continue."""
+        """Let the waiting and all later orders fail with Unavailable; running orders continue."""
         self._draining = True
         for entry in self._waiting_entries:
             entry.fail(_stopping_error())
         self._waiting_entries.clear()
 
     async def sleep(self, drop_weights: Callable[[], Awaitable[None]]) -> None:
-        """Call `drop_weights`, unless an order runs or waits. No order starts during the call."""
+        """Call `drop_weights` if no order runs or waits. No order starts during the call."""
         if self._loading is not None or self._running_entries or self._waiting_entries:
             return
         self.loaded_version = None
@@ -133,7 +137,7 @@ class Schedule:
             self._advance()
 
     def _advance(self) -> None:
-        """Start the orders that may start, then load weights if a waiting order needs them."""
+        """Start the orders that may start now. Then load weights if a waiting order needs them."""
         if self._loading is not None:
             return
         for entry in tuple(self._waiting_entries):
@@ -148,7 +152,7 @@ class Schedule:
             self._loading = asyncio.create_task(self._load_version(version))
 
     def _next_version(self) -> WeightsVersion | None:
-        """Return the version to load now."""
+        """Return the version of the weights to load now; None if no load may begin."""
         if self._waiting_entries and not self._running_entries:
             return self._waiting_entries[0].weights
         for entry in self._waiting_entries:

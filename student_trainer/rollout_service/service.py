@@ -32,8 +32,10 @@ _MAX_JOBS = 10_000
 
 
 class Fence:
-    """The newest attempt of each job that has sent an order. It is only in memory, so a restart
-    loses it.
+    """Refuses orders of a job's earlier attempt after a later attempt has sent an order.
+
+    The newest attempt of each job is stored in memory only, so it is lost when the service
+    restarts.
     """
 
     def __init__(self, max_jobs: int = _MAX_JOBS) -> None:
@@ -41,10 +43,10 @@ class Fence:
         self._newest: OrderedDict[str, int] = OrderedDict()
 
     def admit(self, weights: WeightsVersion) -> WrongState | None:
-        """Admit an order, and record its attempt.
+        """Check the attempt of an order, and record it.
 
-        Returns the error for the orders of earlier attempts if the attempt is new. Raises that
-        error if a later attempt has sent an order.
+        Raises WrongState if a later attempt of the job has sent an order. If the attempt is new,
+        returns the error with which the orders of earlier attempts must end; otherwise None.
         """
         if not weights.job:
             return None
@@ -82,7 +84,7 @@ _ResultQueue = asyncio.Queue[tuple[int, SampledTokens] | Exception | None]
 
 
 class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
-    """The service distill.v1.Rollouts. Errors propagate to the error interceptor of the server."""
+    """The gRPC service distill.v1.Rollouts. The server's error interceptor converts its errors."""
 
     def __init__(self, engine: RolloutEngine, metrics: RolloutMetrics | None = None) -> None:
         self._metrics = metrics = metrics or RolloutMetrics()
@@ -105,7 +107,7 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
     async def GetRolloutInfo(
         self, request: rollouts_pb2.GetRolloutInfoRequest, context: object
     ) -> rollouts_pb2.RolloutInfo:
-        """Return the engine, its model, the loaded weights and the load."""
+        """Return the engine, its model, the loaded weights, and the numbers of orders."""
         info, schedule = self._engine.info, self._schedule
         return rollouts_pb2.RolloutInfo(
             engine=info.name,
@@ -127,7 +129,7 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
     async def Sleep(
         self, request: rollouts_pb2.SleepRequest, context: object
     ) -> rollouts_pb2.SleepReply:
-        """Free the memory of the GPU until the next order, unless an order runs or waits.
+        """Free the GPU memory until the next order. If an order runs or waits, do nothing.
 
         Raises WrongState if the service was started without --sleep.
         """
@@ -143,10 +145,13 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
     ) -> AsyncIterator[rollouts_pb2.SampledPart]:
         """Sample the sequences of one order; see protos/rollouts.proto.
 
-        Raises InvalidInput if the order is invalid; WrongState if a later attempt of its job has
-        sent an order, or sends an order before this order ends; Overloaded if too many orders wait
-        or orders take too much memory; Unavailable if the service stops; and the errors of the
-        engine.
+        Raises the errors of the engine, and:
+
+        - InvalidInput: the order is invalid.
+        - WrongState: a later attempt of the order's job has sent an order, before this order or
+          while it waits or runs.
+        - Overloaded: too many orders wait, or the orders take too much memory.
+        - Unavailable: the service is stopping.
         """
         order_bytes = _OrderBytes(self)
         try:
@@ -188,7 +193,7 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
             self._schedule.end_earlier_attempts(weights, replaced_error)
 
     def drain(self) -> None:
-        """Fail the waiting orders with Unavailable. Running orders continue."""
+        """Let the waiting orders fail with Unavailable. Running orders continue."""
         self._schedule.drain()
 
     async def _read_order(self, parts: _Parts, order_bytes: _OrderBytes) -> Order:
@@ -204,8 +209,9 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
     async def _sample_order(
         self, order: Order, entry: ScheduleEntry, results: _ResultQueue
     ) -> None:
-        """Put the sequences of an order into the queue, then None or the error that ended the
-        order.
+        """Put the sequences of an order into the queue.
+
+        At the end, put None, or the error that ended the order.
         """
         error: Exception | None = None
         start_time = time.perf_counter()
@@ -238,7 +244,10 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
 
 
 async def _next_message(parts: AsyncIterator[_Message], stream_name: str) -> _Message:
-    """Return the next message. Raises TimedOut, and StopAsyncIteration after the last message."""
+    """Return the next message of a stream.
+
+    Raises TimedOut if no message arrives in time, and StopAsyncIteration after the last message.
+    """
     try:
         async with asyncio.timeout(SECONDS_BETWEEN_PARTS):
             return await anext(parts)
@@ -249,7 +258,7 @@ async def _next_message(parts: AsyncIterator[_Message], stream_name: str) -> _Me
 
 
 async def _deliver(results: _ResultQueue, result: tuple[int, SampledTokens]) -> None:
-    """Put a sequence into the queue. Raises TimedOut if the client does not read."""
+    """Put a sequence into the queue. Raises TimedOut if the client does not read it in time."""
     try:
         async with asyncio.timeout(SECONDS_TO_READ):
             await results.put(result)
@@ -258,7 +267,7 @@ async def _deliver(results: _ResultQueue, result: tuple[int, SampledTokens]) -> 
 
 
 class _OrderBytes:
-    """Counts the bytes of one order, as a part of the service's total."""
+    """Counts the bytes of one order, and adds them to the total of the service."""
 
     def __init__(self, service: RolloutServicer) -> None:
         self._service = service

@@ -1,1 +1,1 @@
-"""Rollout engines: the interface (`base`), one file for each of hf and vllm, and vllm's parts."""
+"""Rollout engines: the interface (`base`), the engines `hf` and `vllm`, and the parts of `vllm`."""

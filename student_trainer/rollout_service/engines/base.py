@@ -17,7 +17,7 @@ class RolloutEngineInfo:
     - max_length: maximum tokens of one sequence; None: no limit.
     - in_flight: the supported values of `WeightsVersion.in_flight`.
     - lora_rank: rank of the adapters that snapshots contain; 0: snapshots contain all weights.
-    - sleeps: `RolloutEngine.sleep` frees memory, and the engine starts asleep.
+    - sleeps: True if `RolloutEngine.sleep` frees memory. The engine is then asleep when it starts.
     """
 
     name: str
@@ -32,15 +32,15 @@ class RolloutEngineInfo:
 
 
 class RolloutEngine(Protocol):
-    """Samples sequences with a model whose weights are replaced repeatedly.
+    """Samples sequences with a model whose weights are replaced again and again.
 
-    `service.py` calls the engine from one event loop, and loads weights only as
-    `WeightsVersion.in_flight` allows: with "drain" only when no order runs.
+    `service.py` calls the engine from one event loop. It loads weights only when
+    `WeightsVersion.in_flight` allows it: with "drain", only when no order runs.
     """
 
     @property
     def info(self) -> RolloutEngineInfo:
-        """Return the model, its limits, and where it computes."""
+        """Return the properties of the engine: its model, its limits and its device."""
 
     async def load(self, version: WeightsVersion) -> None:
         """Load the weights of a snapshot, and verify them with its probe.
@@ -59,12 +59,16 @@ class RolloutEngine(Protocol):
     def sample(self, order: Order) -> AsyncGenerator[tuple[int, SampledTokens], None]:
         """Yield (index in the order, sampled tokens) for each sequence when it is finished.
 
-        Closing the iterator ends the sampling. The sampled tokens of a sequence depend only on the
-        weights, the seed, its number and its given tokens, apart from rounding in the model.
+        If the caller closes the iterator, sampling ends. The tokens of a sequence depend only on
+        the weights, the seed, the rollout number and the given tokens, except for rounding in the
+        model.
         """
 
     async def sleep(self) -> None:
-        """Free the GPU's memory, weights included, until the next `load`. No order may run."""
+        """Free the GPU memory, including the weights, until the next `load`.
+
+        No order may run.
+        """
 
     async def close(self) -> None:
         """Stop the engine. May be called twice."""

@@ -1,4 +1,7 @@
-"""The hf engine: samples orders with transformers, bit-identical to the trainer's own process."""
+"""The hf engine: samples orders with transformers.
+
+The results are bit-identical to those of sampling in the trainer's own process.
+"""
 
 from __future__ import annotations
 
@@ -35,21 +38,26 @@ Returned = TypeVar("Returned")
 
 
 class HfRolloutEngine:
-    """A causal language model of transformers with float32 weights.
+    """A rollout engine with a causal language model of transformers, in float32 weights.
 
-    Sequences of an order are divided into batches as `HuggingFaceRollouts` divides prompts. The
-    same order with the same weights therefore gives bit-identical results, independent of other
-    orders. One thread samples all batches; the oldest waiting order is next.
+    The sequences of an order are divided into batches in the same way as `HuggingFaceRollouts`
+    divides prompts. So the same order with the same weights gives bit-identical results,
+    independent of other orders. One thread samples all batches. The next batch is always that of
+    the oldest waiting order.
     """
 
     def __init__(
         self, model: str, *, dtype: str = "auto", lora_rank: int = 0, device: str = "auto"
     ) -> None:
-        """Load the model, a directory or hub id.
+        """Load the model.
 
-        `dtype` is the dtype of the computation: auto (bfloat16 on a GPU that supports it), float32
-        or bfloat16. For `lora_rank`, see `student_config`. Raises InvalidInput with the option if
-        the model, the dtype or the device cannot be used.
+        - model: a directory or hub id.
+        - dtype: the dtype of the computation: auto (bfloat16 on a GPU that supports it), float32 or
+          bfloat16.
+        - lora_rank: see `student_config`.
+
+        Raises InvalidInput, with the option as field, if the model, the dtype or the device cannot
+        be used.
         """
         student = student_config(model, dtype, lora_rank)
         try:
@@ -83,7 +91,7 @@ class HfRolloutEngine:
 
     @property
     def info(self) -> RolloutEngineInfo:
-        """Return the model, its limits, and where it computes."""
+        """Return the properties of the engine: its model, its limits and its device."""
         return self._info
 
     async def load(self, version: WeightsVersion) -> None:
@@ -91,9 +99,9 @@ class HfRolloutEngine:
         await self._in_thread(lambda: self._load_snapshot(version))
 
     async def sample(self, order: Order) -> AsyncGenerator[tuple[int, SampledTokens], None]:
-        """Yield the sequences of each batch when it is finished; see `RolloutEngine.sample`.
+        """Yield the sequences of each batch when the batch is finished; see `RolloutEngine.sample`.
 
-        Closing the iterator ends the current batch at its next token.
+        If the caller closes the iterator, the current batch ends at its next token.
         """
         age, self._orders = self._orders, self._orders + 1
         closed = threading.Event()
@@ -183,7 +191,7 @@ class HfRolloutEngine:
         self._version = version.number
 
     def _score_tokens(self, token_ids: Tensor) -> Tensor:
-        """Return the log-probs [n, T - 1] of the tokens of token_ids [n, T] after the first."""
+        """Return the log-probs [n, T - 1] of all tokens of token_ids [n, T] except the first."""
         logprobs = []
         for row in token_ids.to(self._model.device):
             with torch.autocast(row.device.type, torch.bfloat16, enabled=self._bf16):
@@ -200,7 +208,7 @@ def _request_noise(request: SequenceRequest, order: Order, *, draws: bool) -> Te
 
 
 def _copy_weights(names: Set[str], weights: Iterable[tuple[str, Tensor]], model: Any) -> None:
-    """Copy published weights, given by name, into `model`."""
+    """Copy the weights of a snapshot into `model`. `names`: the names of these weights."""
     model_weights: Mapping[str, Tensor] = model.state_dict()
     if model_weights.keys() >= names:
         for name, weight in weights:
@@ -233,9 +241,10 @@ def _open_device(name: str) -> torch.device:
 
 
 class _TurnQueue:
-    """Assigns the engine thread to one batch at a time, the batch of the oldest order first.
+    """A queue for the engine thread, which samples one batch at a time. The oldest order is first.
 
-    An order whose client reads slowly is not in the queue, so it does not delay other orders.
+    While the client of an order reads slowly, the order is not in the queue, so it does not delay
+    other orders.
     """
 
     def __init__(self) -> None:
@@ -243,8 +252,9 @@ class _TurnQueue:
         self._queue: list[tuple[int, asyncio.Future[None]]] = []
 
     async def acquire(self, age: int) -> None:
-        """Wait for the engine thread. `age`: number of the order, which has at most one waiting
-        batch.
+        """Wait until the engine thread is free for this order.
+
+        `age`: the number of the order. An order has at most one batch in the queue.
         """
         if not self._is_busy:
             self._is_busy = True

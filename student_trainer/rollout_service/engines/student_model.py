@@ -1,4 +1,4 @@
-"""The student of a rollout service: its options, and the check that snapshots match its model."""
+"""The student model of a rollout service: its options, and a check of snapshots against it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def student_config(model: str, dtype: str, lora_rank: int) -> StudentConfig:
 
 
 def snapshot_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a snapshot's weights by name: all weights, or only the adapters.
+    """Return the shape of each weight of a snapshot by name: all weights, or only the adapters.
 
-    The model may have no data (device meta).
+    The model may be on the device meta, without data.
     """
     if has_adapters(model):
         return {
@@ -44,10 +44,11 @@ def snapshot_shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
 
 def open_version(version: WeightsVersion, shapes: Mapping[str, tuple[int, ...]]) -> Snapshot:
-    """Return the snapshot of a version. Its weights must have the names and shapes of the model.
+    """Open the snapshot of a version, and check that it fits the model.
 
-    `shapes`: the `snapshot_shapes` of the model. Raises Corrupt if the snapshot is incomplete,
-    damaged, of another version or of another model; the message names the weight that differs.
+    `shapes`: the shapes of the model's weights, from `snapshot_shapes`. Raises Corrupt if the
+    snapshot is incomplete, damaged, of another version or of another model. The message names the
+    weight that differs.
     """
     snapshot = open_snapshot(version.directory)
     if snapshot.number != version.number:
@@ -61,7 +62,7 @@ def _check_shapes(
     received_shapes: Mapping[str, tuple[int, ...]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Raise Corrupt unless `received_shapes` equals `shapes`."""
+    """Raise Corrupt if the names and shapes of the received weights differ from `shapes`."""
     for name, shape in sorted(received_shapes.items()):
         if name not in shapes:
             raise Corrupt(

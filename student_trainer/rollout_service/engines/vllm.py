@@ -1,9 +1,10 @@
 """The vllm engine: vLLM batches and schedules the sequences; this package's sampler draws tokens.
 
-The sampler runs in vLLM's worker. The records of a sequence stay in the worker until the sequence
-has ended. One call then fetches, as bytes, the records of all sequences that have ended in the
-meantime. vLLM answers this call between two steps. With tensor parallelism only rank 0 samples and
-keeps records; the other ranks receive its tokens, B ids per step.
+The sampler runs in vLLM's worker. The records of a sequence (log-probs, head ids, draws) stay in
+the worker until the sequence has ended. Then one call fetches, as bytes, the records of all
+sequences that have ended since the last call. vLLM answers this call between two steps. With tensor
+parallelism, only rank 0 samples and keeps records. The other ranks receive its tokens, B ids per
+step.
 """
 
 from __future__ import annotations
@@ -54,19 +55,22 @@ _MARKS_CACHE_SIZE = 4
 
 
 class VllmRolloutEngine:
-    """A causal language model that transformers and vLLM support, in vLLM's processes.
+    """A rollout engine with a causal language model in vLLM's processes.
 
-    The model has random weights until the first `load`. `model` is a Hugging Face directory or hub
-    id. `dtype` is the dtype of the computation; auto means bfloat16 on a GPU, else float32. For
-    `lora_rank`, see `student_config`. `gpu_memory_share` is the part of each GPU's memory that vLLM
-    may use, in (0, 1]. `max_batch_tokens` is vLLM's limit of tokens per scheduler step. With
-    `sleeps`, the method `sleep` frees the GPU's memory; this needs a GPU.
+    Transformers and vLLM must both support the model. It has random weights until the first `load`.
 
-    If a process of vLLM dies, or a load of weights fails after it has begun, this process exits
+    - model: a Hugging Face directory or hub id.
+    - dtype: the dtype of the computation; auto means bfloat16 on a GPU, else float32.
+    - lora_rank: see `student_config`.
+    - gpu_memory_share: the part of each GPU's memory that vLLM may use, in (0, 1].
+    - max_batch_tokens: vLLM's limit of tokens per scheduler step.
+    - sleeps: the method `sleep` frees the GPU's memory; this needs a GPU.
+
+    If a process of vLLM dies, or if a load of weights fails after it has begun, this process exits
     with code 1. All methods must be called from one event loop.
 
     Raises InvalidInput if vLLM is not installed or does not start, or if the model or the dtype
-    cannot be used. Orders must respect the limits of `info`; the caller checks this.
+    cannot be used. The caller must check that orders respect the limits of `info`.
     """
 
     def __init__(
@@ -119,7 +123,7 @@ class VllmRolloutEngine:
     async def load(self, version: WeightsVersion) -> None:
         """Load the weights of a snapshot, and verify them; see `RolloutEngine.load`.
 
-        A started load continues even if the caller is cancelled.
+        If the caller is cancelled, a load that has started continues.
         """
         self._fault = f"the weights of version {version.number} are not loaded"
         snapshot = await asyncio.to_thread(open_version, version, self._shapes)
@@ -226,7 +230,7 @@ class VllmRolloutEngine:
         verify(probe, lambda _: logprobs, dtype)
 
     async def _score_tokens(self, token_ids: Tensor) -> Tensor:
-        """Return vLLM's log-probs [T - 1] of token ids [T], each given its predecessors."""
+        """Return vLLM's log-prob of each token of `token_ids` [T] except the first, [T - 1]."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
 
@@ -244,16 +248,20 @@ class VllmRolloutEngine:
         )
 
     def _submit(self, running_order: RunningOrder, index: int) -> None:
-        """Submit a sequence to vLLM. Sequences of one load share blocks of the prefix cache."""
+        """Submit a sequence to vLLM.
+
+        Sequences share blocks of vLLM's prefix cache only if no load of weights lies between them.
+        """
         salt = str(self._loads)
         running_order.tasks[index] = asyncio.create_task(
             self._follow_sequence(running_order, index, salt)
         )
 
     async def _resubmit_unstarted(self, running_order: RunningOrder) -> None:
-        """Resubmit the sequences that vLLM has not started, after a load that keeps the cache.
+        """Submit again the sequences that vLLM has not started, after a load that keeps the cache.
 
-        They have no KV cache of their own, and must not match blocks of the older weights.
+        These sequences have no KV cache of their own yet. They must not use blocks of the prefix
+        cache that were computed with the older weights.
         """
         # Only rank 0 is needed.
         started_indices, *_ = await self._llm.collective_rpc(
@@ -269,7 +277,7 @@ class VllmRolloutEngine:
             self._submit(running_order, index)
 
     async def _follow_sequence(self, running_order: RunningOrder, index: int, salt: str) -> None:
-        """Sample a sequence with vLLM, and put its end or its error into the queue."""
+        """Sample a sequence with vLLM, and put the ended sequence or the error into the queue."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
@@ -326,7 +334,10 @@ class VllmRolloutEngine:
     async def _fetch_tokens(
         self, running_order: RunningOrder, ended_sequences: list[EndedSequence]
     ) -> list[SampledTokens]:
-        """Return the sampled tokens of ended sequences; waits for a load."""
+        """Return the sampled tokens of sequences that have ended.
+
+        If a load of weights runs, wait for its end.
+        """
         settings = running_order.order.settings
         async with self._loading:
             if running_order.fault is not None:
@@ -348,7 +359,10 @@ class VllmRolloutEngine:
         ]
 
     def _lora_request(self) -> Any:
-        """Return the part of a request that names the adapters of `load_snapshot`, or None."""
+        """Return the argument of a vLLM request that selects the student's adapters.
+
+        None if the student has no adapters.
+        """
         if not self._lora_rank:
             return None
         from vllm.lora.request import LoRARequest
@@ -371,7 +385,7 @@ class VllmRolloutEngine:
 
 
 def _load_skeleton(student: StudentConfig) -> Any:
-    """Return the model without its weights, with the generation config that transformers loads."""
+    """Return the model without weights, with the same generation config as transformers loads."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(student))
         if student.lora is not None:

@@ -1,7 +1,7 @@
 """The orders that vLLM's worker samples: random numbers, records, and sampling steps.
 
-vLLM passes one row of logits per sequence in its batch; the order of the rows changes from step to
-step. Shapes: B sequences in the batch, V ids, N sequences of an order.
+vLLM passes one row of logits for each sequence in its batch. The order of the rows changes from
+step to step. Shapes: B sequences in the batch, V ids, N sequences of an order.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _MAP_NORESERVE = 0x4000  # Linux's value; the module mmap does not define it
 
 
 class WorkerOrders:
-    """Samples the steps of all orders, and keeps the records until `take` returns them.
+    """Samples the steps of all orders, and keeps their records until `take` returns them.
 
-    `version` is the version of the model's weights, which is stored in every record.
+    `version`: the version of the model's weights. It is stored in every record.
     """
 
     def __init__(self) -> None:
@@ -51,10 +51,13 @@ class WorkerOrders:
     ) -> Tensor:
         """Sample one step and record it; return the tokens [B] int64.
 
-        names [B]: names of the requests in the batch. fields_of: returns a request's
-        `request_fields`, or None if it belongs to no order. positions [B]: positions of the new
-        tokens; 0 for the first sampled token. is_due [B]: False for a request whose prompt is not
-        finished, which gets token 0. If a position is sampled again, its record is replaced.
+        - names [B]: names of the requests in the batch.
+        - fields_of: a function that returns the `request_fields` of a request; None for a request
+          that belongs to no order.
+        - positions [B]: positions of the new tokens; 0 for the first sampled token.
+        - is_due [B]: False for a request whose prompt is not completely processed. It gets token 0.
+
+        If a position is sampled again, the new record replaces the old one.
         """
         if names != self._names:
             self._names, self._groups = list(names), self._group_rows(names, fields_of)
@@ -79,17 +82,24 @@ class WorkerOrders:
         return token_ids
 
     def take(self, name: str, index_lengths: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return the records of the first `length` tokens of each (sequence index, length)."""
+        """Return the records of sequences of the order `name`, as bytes.
+
+        `index_lengths`: for each sequence, its index in the order and the number of its first
+        tokens whose records are returned.
+        """
         self._store_arrived(wait=True)
         records = self._orders[name].records
         return [records[index, :length].tobytes() for index, length in index_lengths]
 
     def started_indices(self, name: str) -> list[int]:
-        """Return the indices of the sequences of an order that have been in a batch."""
+        """Return the indices of the sequences of an order that have been in a batch before."""
         return [*self._orders[name].started_indices] if name in self._orders else []
 
     def drop(self, name: str) -> None:
-        """Delete an order. Unknown orders, none of whose requests was scheduled, are ignored."""
+        """Delete an order.
+
+        Unknown orders are ignored: none of their requests was in a batch.
+        """
         self._names, self._groups = [], []
         self._orders.pop(name, None)
 
@@ -112,7 +122,7 @@ class WorkerOrders:
         ]
 
     def _store_arrived(self, *, wait: bool) -> None:
-        """Store the records that have reached the CPU; `wait`: wait for all records."""
+        """Store the records that have arrived on the CPU. With `wait`, wait for all records."""
         while self._records_in_transit and (wait or self._records_in_transit[0].has_arrived()):
             self._records_in_transit.popleft().store()
 
@@ -120,8 +130,10 @@ class WorkerOrders:
 class _Order:
     """An order: its settings, random numbers and records.
 
-    noise, draw_noise [N, longest] float64: random numbers of the tokens and of the draws. records
-    [N, longest]. known: the indices of the sequences that have been in a batch.
+    - _noise [N, longest] float64: the random numbers for the tokens; None without a seed.
+    - _draw_noise [N, longest] float64: the random numbers for the draws; None without draws.
+    - records [N, longest]: one record per token.
+    - started_indices: the indices of the sequences that have been in a batch.
     """
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
@@ -134,7 +146,7 @@ class _Order:
         self.started_indices: set[int] = set()
 
     def add(self, fields: Mapping[str, Any]) -> None:
-        """Generate the random numbers of a sequence, unless they exist."""
+        """Generate the random numbers of a sequence, if they do not exist yet."""
         index = fields["index"]
         if index in self.started_indices:
             return
@@ -165,9 +177,10 @@ class _Order:
 
 
 def _sparse_array(shape: tuple[int, int], dtype: DTypeLike) -> NDArray[Any]:
-    """Return an array that uses memory only for written pages.
+    """Return an array of zeros that uses memory only for the pages that are written.
 
-    Most sequences end before their limit, so most of an order's arrays is never written.
+    Most sequences end before their limit, so the largest part of an order's arrays is never
+    written.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
@@ -178,7 +191,11 @@ def _sparse_array(shape: tuple[int, int], dtype: DTypeLike) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class _Group:
-    """The sequences of one order in the batch: their rows in the batch and in the order."""
+    """The sequences of one order in the batch.
+
+    - batch_rows: the row of each sequence in the batch.
+    - order_rows: the row of each sequence in the arrays of the order.
+    """
 
     order: _Order
     batch_rows: Numbers
@@ -186,7 +203,7 @@ class _Group:
 
 
 class _RecordsInTransit:
-    """The records of a step on their way to the CPU; the GPU does not wait for the transfer."""
+    """The records of a step during their copy to the CPU. The GPU does not wait for it."""
 
     def __init__(
         self,

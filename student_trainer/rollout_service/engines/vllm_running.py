@@ -1,4 +1,4 @@
-"""The state of an order during sampling with vLLM: its ended sequences and errors."""
+"""The state of an order while vLLM samples it: its ended sequences and its error."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ _FETCH_BYTES = 1 << 23  # approximate bytes of records that one call to the work
 
 @dataclass(frozen=True)
 class EndedSequence:
-    """A sequence that has ended: its index in the order and the number of its tokens.
+    """A sequence that has ended.
 
-    ended: whether the last token is an end token. closed: whether it completes a mark.
+    - index: the index of the sequence in the order.
+    - length: the number of its tokens.
+    - ended: True if the last token is an end token.
+    - closed: True if the last token completes a mark.
     """
 
     index: int
@@ -29,10 +32,11 @@ class EndedSequence:
 
 @dataclass(eq=False)
 class RunningOrder:
-    """An order during sampling. `name`: its name in vLLM's worker.
+    """An order while it is sampled.
 
-    fault: the error that makes its tokens invalid, or None. tasks: the tasks that follow the
-    sequences, by index in the order.
+    - name: the name of the order in vLLM's worker.
+    - fault: the error that makes the tokens of the order invalid, or None.
+    - tasks: one asyncio task per sequence, by index in the order. The task waits for vLLM's output.
     """
 
     name: str
@@ -42,25 +46,29 @@ class RunningOrder:
     _queue: asyncio.Queue[EndedSequence | None] = field(default_factory=asyncio.Queue)
 
     def put(self, sequence: EndedSequence) -> None:
-        """Add a sequence that has ended."""
+        """Report that a sequence has ended."""
         self._queue.put_nowait(sequence)
 
     def fail(self, fault: Exception) -> None:
-        """Make `wait_for_ended` raise `fault`; the first fault is kept."""
+        """Make `wait_for_ended` raise `fault`. After a second call, the first fault is raised."""
         self.fault = self.fault or fault
         self._queue.put_nowait(None)
 
     async def cancel(self, indices: Iterable[int]) -> None:
-        """Cancel the tasks of sequences, and wait until they have sent stop requests to vLLM."""
+        """Cancel the tasks of the sequences `indices`.
+
+        Waits until the tasks have sent their stop requests to vLLM.
+        """
         tasks = [self.tasks[index] for index in indices]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def wait_for_ended(self) -> list[EndedSequence]:
-        """Wait for the end of a sequence, and return all sequences that have ended.
+        """Wait until a sequence ends, and return all sequences that have ended since the last call.
 
-        Limits the size of their records to about _FETCH_BYTES. Raises the fault.
+        If their records exceed about _FETCH_BYTES, the remaining sequences are returned by the next
+        call. Raises the fault of the order.
         """
         settings = self.order.settings
         per_token = 16 + 4 * settings.top_k + 8 * settings.draws
@@ -77,9 +85,9 @@ class RunningOrder:
 
 
 def closed_length(tokens: list[int], first_new: int, marks: Marks) -> int | None:
-    """Return the length up to the first mark that a token from `first_new` on completes.
+    """Return the number of tokens up to the end of the first mark; None if no mark is complete.
 
-    None: no mark is complete.
+    `first_new`: only marks that this token or a later token completes are considered.
     """
     ids = torch.tensor(tokens)
     for position in (first_new + marks.may_close(ids[first_new:]).nonzero().flatten()).tolist():

@@ -21,7 +21,11 @@ _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(frozen=True)
 class Adapters:
-    """The student's adapters: their rank, and the last name components of the adapted layers."""
+    """The student's adapters (LoRA).
+
+    - rank: their rank.
+    - layers: the last part of the name of each layer that has an adapter.
+    """
 
     rank: int
     layers: Sequence[str]
@@ -37,12 +41,14 @@ def start_vllm(
     max_batch_tokens: int,
     sleeps: bool,
 ) -> Any:
-    """Start vLLM's processes with our worker, and return the AsyncLLM.
+    """Start vLLM's processes with the worker of this package, and return the AsyncLLM.
 
-    The weights are random until the first load; with adapters, the base weights come from the files
+    The weights are random until the first load. With adapters, the base weights come from the files
     of `model` and do not change. Logits are float32, also for a bfloat16 model, because bfloat16
-    rounds logits between 8 and 16 to multiples of 1/16. `sleeps`: allocate memory such that it can
-    be freed and allocated again; needs a GPU.
+    rounds logits between 8 and 16 to multiples of 1/16.
+
+    `sleeps`: allocate the memory in such a way that it can be freed and allocated again; needs a
+    GPU.
 
     Raises InvalidInput if vLLM does not start.
     """

@@ -1,6 +1,7 @@
-"""Messages between the vllm engine and vLLM's worker: requests as plain values, records as bytes.
+"""Messages between the vllm engine and vLLM's worker.
 
-L: the number of tokens sampled for a sequence; k head ids and M draws per token.
+Requests are plain values and records are bytes. Shapes: L tokens sampled for a sequence; k head ids
+and M draws per token.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ ADAPTERS = 1  # vLLM's number of the student's adapters, its only adapters
 
 
 def request_fields(name: str, order: Order, index: int) -> dict[str, Any]:
-    """Return the fields of a sequence for the worker, as plain values for a vLLM request.
+    """Return the values that the worker needs for a sequence, to be sent with the vLLM request.
 
-    `name`: unique name of the order in the worker. `index`: position of the sequence in the order.
+    - name: a unique name of the order in the worker.
+    - index: the index of the sequence in the order.
     """
     settings, sequence = order.settings, order.sequences[index]
     return {
@@ -41,7 +43,7 @@ def request_fields(name: str, order: Order, index: int) -> dict[str, Any]:
 
 
 def record_type(top_k: int, draws: int) -> np.dtype[np.void]:
-    """Return the layout of the record of one token."""
+    """Return the numpy dtype of the record of one token."""
     return np.dtype(
         [
             ("token", "<i4"),
@@ -57,7 +59,7 @@ def record_type(top_k: int, draws: int) -> np.dtype[np.void]:
 def decode_records(
     data: bytes, *, top_k: int, draws: int, ended: bool, closed: bool
 ) -> SampledTokens:
-    """Return the tokens whose L records are in `data`."""
+    """Return the sampled tokens of a sequence. `data`: the bytes of its L records."""
     records = np.frombuffer(data, record_type(top_k, draws))
     starts = np.flatnonzero(np.diff(records["version"], prepend=-1))
     lengths = np.diff(starts, append=len(records))

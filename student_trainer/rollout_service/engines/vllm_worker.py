@@ -43,12 +43,12 @@ _TRIAL_DRAWS = 8
 
 
 class RolloutWorker(_Worker):  # type: ignore[misc]
-    """vLLM's worker for this platform, with this package's sampler and loading of weights."""
+    """vLLM's worker for this platform. It uses this package's sampler, and loads snapshots."""
 
     def load_model(self, **options: Any) -> None:
         """Build the model as vLLM does, and replace its sampler.
 
-        Also starts a thread that ends this process when the rollout service's process ends.
+        Also start a thread that ends this process when the process of the rollout service ends.
         """
         die_with(self.vllm_config.additional_config["service_pid"])
         # vLLM would warn at each load of layers that have no weights of their own.
@@ -58,7 +58,11 @@ class RolloutWorker(_Worker):  # type: ignore[misc]
         self.model_runner.sampler = OrderSampler(self.model_runner, self._orders)
 
     def load_snapshot(self, directory: str, number: int, files: Sequence[str]) -> None:
-        """Replace all weights, or all adapters, by a snapshot: `files` in `directory`.
+        """Replace all weights, or all adapters, by those of a snapshot.
+
+        - directory: the directory of the snapshot.
+        - number: the number of the version.
+        - files: the names of the files to load.
 
         No sequence may be scheduled during the load. After an error, the model must not be used.
         """
@@ -101,7 +105,7 @@ class RolloutWorker(_Worker):  # type: ignore[misc]
             raise ValueError(f"vLLM has taken {adapter_count} of {expected_count} adapters")
 
     def take_records(self, name: str, index_lengths: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return records of an order; see `WorkerOrders.take`. [] on ranks other than 0."""
+        """Return the records that `WorkerOrders.take` returns; [] on ranks other than 0."""
         return self._orders.take(name, index_lengths) if self.rank == 0 else []
 
     def started_sequences(self, name: str) -> list[int]:
@@ -142,10 +146,10 @@ class OrderSampler(Sampler):  # type: ignore[misc]
 
     @staticmethod
     def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
-        """Return the log-probs of the prompt's tokens, which probes request.
+        """Return the log-probs of prompt tokens. Requests for the probe need them.
 
-        The rank of each token in the vocabulary is 0, not computed: vLLM's own method compiles a
-        kernel for the ranks, which takes 10 s on a CPU.
+        The rank of each token in the vocabulary is returned as 0. vLLM's own method computes it,
+        but compiles a kernel for this, which takes 10 s on a CPU.
         """
         assert num_logprobs == 0
         ids = token_ids[:, None]
@@ -158,7 +162,10 @@ class OrderSampler(Sampler):  # type: ignore[misc]
 
 
 def _sample_trial(logits: Tensor) -> Tensor:
-    """Sample rows without requests, to use as much memory as a real step."""
+    """Sample rows that belong to no order, during vLLM's trial run that measures memory.
+
+    The trial uses as much memory as a real step.
+    """
     uniforms = torch.full((len(logits),), 0.5, dtype=torch.float64, device=logits.device)
     top_k = min(_TRIAL_TOP_K, logits.shape[1])
     return sample_step(
@@ -172,10 +179,10 @@ def _sample_trial(logits: Tensor) -> Tensor:
 
 
 def _repack_heads(model: torch.nn.Module) -> None:
-    """Repack the head's weights. On a CPU, vLLM uses packed copies of these weights.
+    """Pack the weights of the head again. On a CPU, vLLM computes with a packed copy of them.
 
-    If the head shares the weights of the embeddings, vLLM loads them as embeddings and does not
-    repack the head, which would silently keep its old weights.
+    Call this after a load. If the head shares its weights with the embeddings, vLLM loads only the
+    embeddings, and the head would silently keep the old weights.
     """
     if current_platform.is_cpu():
         for module in model.modules():
