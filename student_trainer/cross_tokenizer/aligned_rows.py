@@ -1,4 +1,7 @@
-"""Batches for a teacher with another tokenizer: its log-probs, divided among student tokens."""
+"""Rows and batches for a teacher with another tokenizer.
+
+The teacher's log-probs of an answer are divided among the student's tokens.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,18 @@ from student_trainer.data.packing import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class AlignedRows(RowBlock):
-    """Rows of an answer of n tokens; `token_logprobs` are shares of the teacher's log-probs.
+    """The rows of an answer that has n student tokens.
 
-    - word [n] int64: the word of each token (for a store: its unit, which may be a chunk), from 0,
-      without gaps.
-    - learned [n] bool: tokens with a cost.
-    - one_to_one [n] bool: tokens that match one teacher token.
-    - spelled: the answer is the student's canonical encoding of its bytes.
-    - weights [n, M]: weights of `tail_sample_ids` [n, M], see `mapped_kl`; only for stored rows.
-      The head is a placeholder.
+    - token_logprobs [n]: the share of the teacher's log-probs that each student token has.
+    - word [n] int64: the number of the word of each token, from 0, without gaps. In rows of a
+      store, it is the number of the token's unit, which is a word or a chunk.
+    - learned [n] bool: True for tokens with a cost.
+    - one_to_one [n] bool: True for tokens that match exactly one teacher token.
+    - spelled: True if the answer is the student's canonical encoding of its bytes.
+    - weights [n, M]: the weights of `tail_sample_ids` [n, M], see `mapped_kl`; only for stored
+      rows.
+
+    The head is a placeholder.
     """
 
     word: NDArray[np.int64]
@@ -36,7 +42,7 @@ class AlignedRows(RowBlock):
     weights: NDArray[np.float32] | None = None
 
     def take(self, places: NDArray[np.int64] | slice) -> AlignedRows:
-        """Return the rows at `places` in this order, with unchanged word numbers."""
+        """Return the rows at the positions `places`, in this order. Word numbers do not change."""
         columns = {
             name: column for name, column in vars(self).items() if isinstance(column, np.ndarray)
         }
@@ -47,7 +53,7 @@ class AlignedRows(RowBlock):
 
     @classmethod
     def joined(cls, parts: Sequence[AlignedRows]) -> AlignedRows:
-        """Concatenate the rows of at least one part."""
+        """Return the concatenation of `parts`, at least one."""
         columns = [
             name for name, column in vars(parts[0]).items() if isinstance(column, np.ndarray)
         ]
@@ -59,12 +65,13 @@ class AlignedRows(RowBlock):
 
 @dataclass(frozen=True, kw_only=True)
 class AlignedBatch(Batch):
-    """A batch of S answers with AlignedRows; `teacher.token_logprobs` [N] are shares.
+    """A batch of S answers with AlignedRows. `teacher.token_logprobs` [N] are shares.
 
-    - word [N] int64, below N: the word of each token; two answers have no number in common.
-    - learned, one_to_one [N] bool: as in AlignedRows.
-    - spelled [S] bool.
-    - left_out [S] bool: no token is learned.
+    - word [N] int64, below N: the number of the word of each token. Words of different answers have
+      different numbers.
+    - learned, one_to_one [N] bool: see `AlignedRows`.
+    - spelled [S] bool: True if the answer is the student's canonical encoding of its bytes.
+    - left_out [S] bool: True if no token of the answer is learned.
     - weights [N, M]: the weights of `sample_ids`; None if the rows have no weights.
     """
 

@@ -1,4 +1,4 @@
-"""Compares the tokenizers of teacher and student, and sets up pairs with different tokenizers."""
+"""Compares the tokenizers of teacher and student, and prepares pairs of different tokenizers."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ _FIELD = "teacher.tokenizer"
 
 @dataclass(frozen=True)
 class SpecialTokenPair:
-    """Tokenizers that differ only in special tokens; see `SpecialTokenMap`.
+    """The tokenizers of a student and a teacher that differ only in special tokens.
 
-    tokenizer: the teacher's transformers tokenizer. tokens: the tokens of both by id; "" for an id
-    that neither uses.
+    - roles: which special token of the student corresponds to which of the teacher.
+    - tokenizer: the teacher's transformers tokenizer.
+    - tokens: the token of each id; "" for an id that neither tokenizer uses.
     """
 
     roles: SpecialTokenMap
@@ -62,9 +63,10 @@ class SpecialTokenPair:
 
 @dataclass(frozen=True)
 class TokenizerPair:
-    """The different tokenizers of a student and a teacher.
+    """The tokenizers of a student and a teacher that differ in ordinary tokens.
 
-    tokenizer: the teacher's transformers tokenizer.
+    - aligner: aligns the tokens of the two by their bytes.
+    - tokenizer: the teacher's transformers tokenizer.
     """
 
     aligner: Aligner
@@ -72,11 +74,14 @@ class TokenizerPair:
 
     @property
     def tokens(self) -> int:
-        """Number of ids of the student's tokenizer; its model may have more logits."""
+        """Number of ids of the student's tokenizer. The student model may have more logits."""
         return len(self.aligner.writer.lengths)
 
     def log_facts(self, prompts: Sequence[Prompt]) -> None:
-        """Log the share of student tokens in `prompts` that equal one token of the teacher."""
+        """Log the percentage of student tokens that are exactly one token of the teacher.
+
+        The tokens are those of the prompts and their answers.
+        """
         texts = [f"{prompt.text}\n{prompt.answer}" for prompt in prompts]
         report = measure_shares(self.aligner, texts)
         log.info(
@@ -90,12 +95,14 @@ class TokenizerPair:
 def compare_tokenizers(
     config: OnPolicyJob | RLJob, teachers: Mapping[str, Connection], student_tokenizer: Any
 ) -> TokenizerPair | SpecialTokenPair | None:
-    """Return the tokenizers of a job's student and teacher; None if they are or must be equal.
+    """Return the different tokenizers of a job's student and teacher.
 
-    `teachers`: a single teacher if its tokenizer may differ. Raises InvalidInput or WrongState with
-    the field `teacher.tokenizer` if the given tokenizer does not exist, does not match the teacher,
-    cannot be aligned, or would have to be aligned for an RL job; with the field `teacher.roles` if
-    the job names roles that the tokenizers do not have.
+    None if the tokenizers are equal, or if the job requires equal ones. `teachers`: has only one
+    teacher if its tokenizer may differ. Raises InvalidInput or WrongState:
+
+    - field `teacher.tokenizer`: the given tokenizer does not exist, does not match the teacher,
+      cannot be aligned, or would have to be aligned for an RL job.
+    - field `teacher.roles`: the job names roles that the tokenizers do not have.
     """
     teacher = config.teacher
     pair = None
@@ -142,7 +149,7 @@ def _compare_with_teacher(
 
 
 def _refuse_unused_keys(config: OnPolicyJob | RLJob, reason: str) -> None:
-    """Raise InvalidInput if the job sets a key that only applies to tokens aligned by bytes."""
+    """Raise InvalidInput if the job sets a key that only has an effect when tokens are aligned."""
     for key in config.alignment_keys:
         raise InvalidInput(
             f"has no effect: {reason}, so the loss uses every token",
@@ -158,9 +165,10 @@ def build_teacher_input(
     tokenizer: Any,
     pair: SpecialTokenPair | None,
 ) -> TeacherInput | None:
-    """Return the input of a teacher for rollouts; None if the teacher reads the student's tokens.
+    """Return how rollouts are converted to the teacher's input.
 
-    `vocab_size`: number of ids that rows cover. `tokenizer`: the student's.
+    None if the teacher reads the student's tokens. `vocab_size`: number of ids that rows cover.
+    `tokenizer`: the student's tokenizer.
     """
     max_length = connection.info.max_length
     if pair is not None:
@@ -175,11 +183,11 @@ def build_teacher_input(
 def find_special_token_pair(
     roles: Mapping[str, str], student_tokenizer: Any, teacher_tokenizer: Any, field: str = ROLES
 ) -> SpecialTokenPair | None:
-    """Return the pair if the tokenizers differ only in special tokens, otherwise None.
+    """Return the pair of tokenizers if they differ only in special tokens, otherwise None.
 
-    Without `roles`, tokens that represent text, such as <think>, must be in both tokenizers: a
-    tokenizer without them encodes the text with other tokens. Raises InvalidInput, naming `field`,
-    if roles are given but do not apply.
+    `roles`: the job's roles of special tokens, may be empty. Without roles, both tokenizers must
+    have the special tokens that represent text, such as <think>: a tokenizer without such a token
+    encodes the text with other tokens. Raises InvalidInput, with `field`, if the roles do not fit.
     """
     student, teacher = SpecialTokens.of(student_tokenizer), SpecialTokens.of(teacher_tokenizer)
     try:
@@ -209,11 +217,14 @@ def find_special_token_pair(
 
 
 def load_known_tokenizer(name: str, fingerprint: str, label: str, field: str) -> Any:
-    """Return the tokenizer at `name`, a directory or hub id, as transformers loads it.
+    """Load the tokenizer `name` with transformers, and check its fingerprint.
 
-    `fingerprint`: expected fingerprint of its tokens. `label`: the teacher or the store that uses
-    the tokenizer. Raises InvalidInput, naming `field`, if the tokenizer does not exist, and
-    WrongState if its fingerprint differs.
+    - name: a directory or hub id.
+    - fingerprint: the expected fingerprint of its tokens.
+    - label: the teacher or the store that uses the tokenizer, for messages.
+    - field: the job key, for errors.
+
+    Raises InvalidInput if the tokenizer does not exist, and WrongState if its fingerprint differs.
     """
     try:
         tokenizer = load_tokenizer(StudentConfig(model=name))
@@ -234,7 +245,10 @@ def load_known_tokenizer(name: str, fingerprint: str, label: str, field: str) ->
 
 
 def find_end_token(tokenizer: Any, label: str, field: str) -> int:
-    """Return the id of the token that ends an answer. Raises InvalidInput, naming `field`."""
+    """Return the id of the token that ends an answer.
+
+    Raises InvalidInput, with `field`, if the tokenizer has no end token.
+    """
     end = answer_end(tokenizer)
     if end is None:
         raise InvalidInput(
@@ -246,7 +260,10 @@ def find_end_token(tokenizer: Any, label: str, field: str) -> int:
 
 
 def to_byte_tokenizer(tokenizer: Any, label: str, field: str) -> ByteTokenizer:
-    """Return a transformers tokenizer as a ByteTokenizer. Raises InvalidInput, naming `field`."""
+    """Convert a transformers tokenizer to a ByteTokenizer.
+
+    Raises InvalidInput, with `field`, if this is not possible.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise InvalidInput(

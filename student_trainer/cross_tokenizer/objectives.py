@@ -1,4 +1,4 @@
-"""The objectives of distillation from another tokenizer: on-policy, and from a store."""
+"""The objectives of distillation from another tokenizer: for rollouts and for stored rows."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ from student_trainer.losses import (
 
 @dataclass(frozen=True)
 class CrossTokenizerObjective:
-    """The objective to minimise: log p - log q of words or answers; see `cross_tokenizer_kl`.
+    """Minimises log p - log q of words or answers that the student sampled.
 
-    temperature: temperature of the student's distribution.
+    - horizon: whether a token's advantage covers words or the whole answer; see
+      `cross_tokenizer_kl`.
+    - temperature: temperature of the student's distribution.
     """
 
     horizon: Horizon
@@ -47,7 +49,7 @@ class CrossTokenizerObjective:
         return make_aligned_batch(scored_sequences, device, layout)
 
     def loss(self, batch: Batch) -> LossFunction:
-        """Return the loss of the batch as a function of rows, times the weight of each sequence."""
+        """Return the loss of the batch: a function of rows, multiplied by the sequence weights."""
         assert isinstance(batch, AlignedBatch)
         assert batch.sampling_logprobs is not None, "rollouts have sampling log-probs"
         sampling = batch.sampling_logprobs
@@ -67,7 +69,7 @@ class CrossTokenizerObjective:
 
     @torch.no_grad()
     def metrics(self, batch: Batch, out: FusedLoss) -> dict[str, Tensor]:
-        """Return (sum, number) of each metric over the tokens or the answers of a batch."""
+        """Return (sum, number) of each metric, over the tokens or over the answers of a batch."""
         assert isinstance(batch, AlignedBatch)
         assert batch.sampling_logprobs is not None, "rollouts have sampling log-probs"
         logprobs = out.rows.token_logprobs
@@ -83,21 +85,21 @@ class CrossTokenizerObjective:
 
     @torch.no_grad()
     def held_out(self, batch: Batch, out: FusedLoss) -> Mapping[str, Tensor]:
-        """Return `eval/kl` of each token, [n]: log p minus the teacher's share."""
+        """Return `eval/kl` of each token, [n]: log p minus the teacher's share, in nats."""
         assert isinstance(batch, AlignedBatch)
         costs = out.rows.token_logprobs - batch.teacher.token_logprobs
         return {"eval/kl": torch.where(batch.learned, costs, torch.zeros_like(costs))}
 
     def token_logprobs(self, batch: Batch, out: FusedLoss) -> Mapping[str, Tensor]:
-        """Return no log-probs: the teacher has other tokens."""
+        """Return no log-probs, because the tokens of the teacher are not those of the student."""
         return {}
 
 
 @dataclass(frozen=True)
 class StoredAnswersObjective:
-    """The objective to minimise: a loss plus cross_entropy * (-log p of each token), in nats.
+    """Minimises a loss of stored answers plus cross_entropy * (-log p of each token), in nats.
 
-    - chunks: whether the loss is `chunk_divergence`; otherwise `mapped_kl`.
+    - chunks: True if the loss is `chunk_divergence`, False if it is `mapped_kl`.
     - temperature: temperature of the student's distribution.
     - cross_entropy: the weight of the second term.
     """
@@ -108,7 +110,7 @@ class StoredAnswersObjective:
 
     @property
     def needs_all_rows(self) -> bool:
-        """Whether the loss of a token depends on other rows."""
+        """True if the loss of a token depends on the rows of other tokens."""
         return self.chunks
 
     def batch(
@@ -118,7 +120,7 @@ class StoredAnswersObjective:
         return make_aligned_batch(scored_sequences, device, layout)
 
     def loss(self, batch: Batch) -> LossFunction:
-        """Return the loss of the batch as a function of rows, times the weight of each sequence."""
+        """Return the loss of the batch: a function of rows, multiplied by the sequence weights."""
         assert isinstance(batch, AlignedBatch)
 
         def loss(rows: Rows, index: Index) -> Tensor:
@@ -138,7 +140,7 @@ class StoredAnswersObjective:
 
     @torch.no_grad()
     def metrics(self, batch: Batch, out: FusedLoss) -> dict[str, Tensor]:
-        """Return (sum, number) of each metric over the tokens or the answers of a batch."""
+        """Return (sum, number) of each metric, over the tokens or over the answers of a batch."""
         assert isinstance(batch, AlignedBatch)
         return {
             "kl/teacher": sum_and_count_where(batch.learned, self._compute_kl(batch, out.rows)),
@@ -150,7 +152,7 @@ class StoredAnswersObjective:
 
     @torch.no_grad()
     def held_out(self, batch: Batch, out: FusedLoss) -> Mapping[str, Tensor]:
-        """Return the held-out metrics of each token, [n], by their names in metrics.jsonl."""
+        """Return the held-out metrics: the name in metrics.jsonl and one value per token, [n]."""
         assert isinstance(batch, AlignedBatch)
         return {
             "eval/kl": self._compute_kl(batch, out.rows),
@@ -158,11 +160,14 @@ class StoredAnswersObjective:
         }
 
     def token_logprobs(self, batch: Batch, out: FusedLoss) -> Mapping[str, Tensor]:
-        """Return no log-probs: the teacher has other tokens."""
+        """Return no log-probs, because the tokens of the teacher are not those of the student."""
         return {}
 
     def _compute_kl(self, batch: AlignedBatch, rows: Rows) -> Tensor:
-        """Return values [N] whose mean is the forward KL, if the teacher has written the text."""
+        """Return one value per token, [N] in nats.
+
+        If the teacher wrote the text, the mean of the values is the forward KL.
+        """
         shares = batch.teacher.token_logprobs
         if not self.chunks:
             return self._compute_loss(batch, rows, slice(0, len(rows)))
@@ -170,6 +175,6 @@ class StoredAnswersObjective:
 
 
 def _cross_entropy(rows: Rows, learned: Tensor) -> Tensor:
-    """Return -log p of each token, [N]; 0 where it is not learned."""
+    """Return -log p of each token, [N]; 0 for tokens that are not learned."""
     zeros = torch.zeros_like(rows.token_logprobs)
     return torch.where(learned, -rows.token_logprobs, zeros)

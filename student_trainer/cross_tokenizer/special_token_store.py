@@ -1,7 +1,7 @@
-"""Reads stored rows of a teacher that differs only in special tokens, with the student's ids.
+"""Reads the stored rows of a teacher whose tokenizer differs only in special tokens.
 
-As in `TeacherInput` for a running teacher, each id of an answer and of a row is replaced by the
-student's id. The prompt of an answer is rendered again with the student's chat template.
+Each id of an answer and of a row is replaced by the student's id. `TeacherInput` does the same for
+a live teacher. The prompt of an answer is rendered again with the student's chat template.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ Ids = NDArray[np.int32]
 
 
 class SpecialTokenStore:
-    """Reads stored sequences and rows, with the student's ids in place of the teacher's ids."""
+    """Reads stored sequences and rows, and replaces the teacher's ids by the student's ids."""
 
     def __init__(
         self, ids: Ids, tokens: Sequence[str], prompts: Callable[[Ids], Ids | None] | None
     ) -> None:
-        """`ids` [V]: the teacher's id of each student id; V is the number of ids of the rows.
+        """Set up the reader.
 
-        `tokens`: the tokens of both by id. `prompts`: returns the student's ids of a stored prompt,
-        or None if they are unknown. If `prompts` is None, the tokens before the rows are plain
-        text.
+        - ids [V]: the teacher's id of each student id; V is the number of ids that the rows cover.
+        - tokens: the token of each id.
+        - prompts: a function that returns the student's ids of a stored prompt, or None if they are
+          unknown. If `prompts` is None, the tokens before the rows are plain text.
         """
         self.tokens = tokens
         self._teacher_input = TeacherInput(ids=ids)
@@ -58,8 +59,9 @@ class SpecialTokenStore:
                 )
 
     def read(self, data: LogitDataset, index: int) -> PendingRows:
-        """Return stored sequence `index` with rows that have already arrived. Raises Corrupt as
-        `decoded` does.
+        """Read stored sequence `index`. Its rows are available at once, so nothing waits for them.
+
+        Raises Corrupt if the bytes of the sequence are damaged.
         """
         entry, block = data.decoded(index)
         ids = np.frombuffer(entry.token_ids, "<i4")

@@ -1,9 +1,10 @@
-"""Stored rows of a teacher with another tokenizer, as sequences of the student.
+"""Reads the stored rows of a teacher with another tokenizer, as sequences of the student.
 
 A store contains token ids of the teacher. The student reads its own encoding of the stored prompt
-and answer. The stored log-probs of the answer's tokens are distributed over the student's tokens,
-for the losses of `cross_tokenizer/losses.py`. For `mapped_kl`, the head ids of rows at which a word
-begins become ids of the student; other rows contribute only the token's log-prob.
+and answer. The stored log-probs of the answer's tokens are divided among the student's tokens, for
+the losses of `cross_tokenizer/losses.py`. For `mapped_kl`, the head ids of the rows at which a word
+begins are also converted to ids of the student. Other rows contribute only the log-prob of their
+token.
 """
 
 from __future__ import annotations
@@ -65,10 +66,13 @@ class StoredPrompts:
         prompt_format: PromptFormat,
         known_prompts: Mapping[bytes, Ids],
     ) -> None:
-        """`teacher` is the teacher's tokenizer, `tokenizer` the student's.
+        """Set up the conversion.
 
-        `prompt_format` is the format of the student's prompts. `known_prompts` maps the teacher's
-        ids of a prompt to the student's ids; if it is empty, prompts are plain text.
+        - teacher: the teacher's tokenizer.
+        - tokenizer: the student's tokenizer.
+        - prompt_format: the format of the student's prompts.
+        - known_prompts: the student's ids of each known prompt; the key is the bytes of the
+          teacher's ids. If it is empty, prompts are plain text.
         """
         self._teacher = teacher
         self._tokenizer = tokenizer
@@ -79,9 +83,9 @@ class StoredPrompts:
     def __call__(self, ids: Ids) -> Ids | None:
         """Return the student's ids [P] of a stored prompt; None if they are not known.
 
-        The ids of a prompt with a chat template are unknown, because special tokens follow the
-        start of its text. If `known_prompts` is not empty, the ids of all prompts outside
-        `known_prompts` are unknown.
+        - If `known_prompts` is not empty, only the ids of these prompts are known.
+        - Otherwise, only the ids of plain text are known. A prompt with a chat template has special
+          tokens after the start of its text, so its ids are not known.
         """
         if self._known_prompts:
             return self._known_prompts.get(ids.tobytes())
@@ -95,11 +99,12 @@ class StoredPrompts:
 
 @dataclass(frozen=True)
 class TokenMap:
-    """The teacher's ids as tokens of the student.
+    """A map from the teacher's ids to tokens of the student.
 
-    first [V] int32: the first token of the student's encoding of the bytes of each id; for an end
-    token, the student's end token; -1 for special tokens. begins [V] bool: ids that begin a word:
-    those that start with white space, and end tokens.
+    - first [V] int32: for each teacher id, the first token of the student's encoding of its bytes.
+      An end token of the teacher has the student's end token. Other special tokens have -1.
+    - begins [V] bool: True for ids that begin a word. These start with white space, or are end
+      tokens.
     """
 
     aligner: Aligner
@@ -108,7 +113,11 @@ class TokenMap:
 
     @classmethod
     def build(cls, aligner: Aligner, ends: Ids) -> TokenMap:
-        """Encode every token of the writer with the reader: about a second for 100,000 ids."""
+        """Build the map by encoding every teacher token with the student's tokenizer.
+
+        This takes about a second for 100,000 ids. The aligner's writer is the teacher, its reader
+        the student. `ends`: the teacher's ids that end an answer.
+        """
         teacher, student = aligner.writer, aligner.reader
         first = np.full(len(teacher.lengths), -1, np.int32)
         begins = np.zeros(len(first), np.bool_)
@@ -122,7 +131,7 @@ class TokenMap:
 
 
 class CrossTokenizerStore:
-    """Reads stored sequences of teacher tokens as sequences of student tokens with AlignedRows."""
+    """Reads stored sequences of a teacher as sequences of student tokens with AlignedRows."""
 
     def __init__(
         self,
@@ -133,14 +142,16 @@ class CrossTokenizerStore:
         longest: int | None,
         begins: tuple[Ids, Ids] | None = None,
     ) -> None:
-        """`aligner`: its writer is the teacher, its reader the student.
+        """Set up the reader.
 
+        - aligner: aligns the tokens; its writer is the teacher, its reader the student.
+        - prompts: converts stored prompts to the student's ids.
         - ends: the teacher's ids that end an answer.
         - match: `method.match` of the job.
         - longest: maximum number of tokens that the student reads; longer sequences are left out.
           None means no limit.
         - begins: for a store of packed text, the special tokens of student and teacher before a
-          document.
+          document; otherwise None.
         """
         self._aligner = aligner
         self._prompts = prompts
@@ -152,20 +163,21 @@ class CrossTokenizerStore:
 
     @property
     def tokens(self) -> int:
-        """Number of ids of the student's tokenizer; its model may have more logits."""
+        """Number of ids of the student's tokenizer. The student model may have more logits."""
         return len(self._aligner.reader.lengths)
 
     def check_prompts(self, data: LogitDataset, label: str) -> None:
-        """Raise InvalidInput if the student's ids of a stored prompt are unknown."""
+        """Raise InvalidInput if the student's ids of a stored prompt are not known."""
         for index in range(0 if self._text else len(data)):
             if self._prompts(data.prompt_ids(index)) is None:
                 raise unknown_prompt_error(index, label)
 
     def read(self, data: LogitDataset, index: int) -> PendingRows:
-        """Return stored sequence `index` with rows that have already arrived.
+        """Read stored sequence `index`. Its rows are available at once, so nothing waits for them.
 
         A sequence that cannot be aligned, or is too long, is replaced by two tokens that are not
-        learned. Packed text is truncated. Raises Corrupt as `LogitDataset.decoded` does.
+        learned. Packed text that is too long is truncated. Raises Corrupt if the bytes of the
+        sequence are damaged.
         """
         entry, block = data.decoded(index)
         ids = np.frombuffer(entry.token_ids, "<i4").astype(np.int32)
@@ -189,7 +201,7 @@ class CrossTokenizerStore:
         )
 
     def _read_answer(self, ids: Ids) -> tuple[Ids, bool]:
-        """Return the ids of an answer up to its end token, and whether it has one."""
+        """Return the ids of an answer up to its end token, and True if it has an end token."""
         special = np.flatnonzero(self._aligner.writer.lengths[ids] == 0)
         if len(special) and ids[special[0]] in self._ends:
             return ids[: special[0] + 1], True
@@ -209,11 +221,15 @@ class CrossTokenizerStore:
 
 
 def unit_rows(alignment: Alignment, logprobs: NDArray[np.float32], unit: Unit) -> AlignedRows:
-    """Return the rows [T] of an answer's student tokens (the alignment's reader tokens).
+    """Return the rows [T] of an answer's student tokens.
 
-    `logprobs` [n] are the log-probs of the answer's teacher tokens (the writer's tokens).
+    - alignment: its writer tokens are the teacher's, its reader tokens the student's.
+    - logprobs [n]: the log-probs of the answer's teacher tokens.
+    - unit: whether a unit is a word or a chunk.
+
     The first student token of a unit gets the sum of the log-probs of the unit. A unit is not
-    learned if one of its tokens is not settled, which means that later bytes could change it.
+    learned if one of its tokens is not settled, which means that later bytes could change the
+    token.
     """
     writer_units, reader_units = alignment.chunk, alignment.reader_chunk
     if unit == "word":
@@ -232,8 +248,12 @@ def unit_rows(alignment: Alignment, logprobs: NDArray[np.float32], unit: Unit) -
 def mapped_rows(alignment: Alignment, ids: Ids, block: RowBlock, tokens: TokenMap) -> AlignedRows:
     """Return the rows [T] of an answer's student tokens, with the weights of `mapped_kl`.
 
-    `ids` [n] and the n rows of `block` are those of the teacher's tokens. `tail_sample_ids` of the
-    result are the mapped head ids.
+    - alignment: its writer tokens are the teacher's, its reader tokens the student's.
+    - ids [n]: the teacher's tokens of the answer.
+    - block: the n rows of these tokens.
+    - tokens: the map from the teacher's ids to the student's.
+
+    In the result, `tail_sample_ids` are the head ids of `block` as ids of the student.
     """
     rows = unit_rows(alignment, block.token_logprobs, "chunk")
     assert block.head_ids is not None, "stored rows have head ids"
@@ -276,11 +296,14 @@ def _first_positions(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 def open_cross_tokenizer_store(
     config: OfflineJob, stores: Stores, student_tokenizer: Any, longest: int | None
 ) -> CrossTokenizerStore | SpecialTokenStore | None:
-    """Return the reader of a job's stores; None if the student's tokenizer fits or must fit.
+    """Return the reader of stores that another tokenizer wrote.
 
-    `longest`: maximum number of tokens that the student reads. Raises InvalidInput or WrongState,
-    naming the key, if the tokenizer of the store does not exist, is not the store's, or cannot be
-    aligned, or if a prompt is unknown.
+    None if the store has the student's tokenizer, or if the job requires this. `longest`: maximum
+    number of tokens that the student reads.
+
+    Raises InvalidInput or WrongState, with the job key, if the tokenizer of the store does not
+    exist, if a given tokenizer is not that of the store or cannot be aligned, or if a prompt is
+    unknown.
     """
     tokenizer_key, store = config.data.tokenizer, stores.training
     fingerprint = store.facts["tokenizer_fingerprint"]
@@ -349,7 +372,10 @@ def _refuse_match(config: OfflineJob, reason: str) -> None:
 def _map_prompts(
     config: OfflineJob, student_tokenizer: Any, teacher_tokenizer: Any
 ) -> dict[bytes, Ids]:
-    """Return the student's ids of each prompt of `data.prompts`, by the bytes of the teacher's."""
+    """Return the student's ids of each prompt of `data.prompts`.
+
+    The key is the bytes of the teacher's ids of the prompt.
+    """
     if config.data.prompts is None:
         return {}
     prompt_format = config.data.prompt_format
@@ -375,7 +401,10 @@ def _pending_rows(ids: Ids, start: int, rows: AlignedRows) -> PendingRows:
 
 
 def _skipped_row(head_size: int) -> AlignedRows:
-    """Return the row of a token that is not learned. `head_size`: mapped ids of a row, or 0."""
+    """Return the row of one token that is not learned.
+
+    `head_size`: the number of mapped head ids of a row; 0 if the rows have none.
+    """
     no_tokens = np.zeros(1, np.bool_)
     rows = _build_rows(
         no_tokens.astype(np.float64), no_tokens.astype(np.int64), no_tokens, no_tokens

@@ -1,7 +1,7 @@
-"""Packed plain text of a teacher with another tokenizer, as a line of the student.
+"""Converts packed plain text of a teacher with another tokenizer to a line of the student.
 
-A stored piece has several documents, each followed by an end token; it may begin and end inside a
-document. The student's line has the student's encoding of the documents, in the same order, so that
+A stored piece has several documents, each followed by an end token. It may begin and end inside a
+document. The student's line has the student's encoding of the same documents in the same order. So
 both models read the same text before a token. Each model has its own special tokens in front of a
 document.
 """
@@ -26,14 +26,14 @@ MakeRows = Callable[[Alignment, Ids, RowBlock], AlignedRows]
 
 @dataclass(frozen=True)
 class StoredText:
-    """Reads pieces of packed text.
+    """Converts pieces of packed text to lines of the student.
 
     - aligner: aligns the teacher's tokens (the writer's) with the student's (the reader's).
     - ends: the teacher's ids that end a document.
     - begins, teacher_begins: the special tokens of student and teacher in front of a document.
-    - rows: computes the rows of the student's tokens from an alignment, the teacher's ids and the
-      teacher's rows.
-    - longest: maximum tokens of the student's line. A longer line is truncated. None: no limit.
+    - rows: a function that computes the rows of the student's tokens from an alignment, the
+      teacher's ids and the teacher's rows.
+    - longest: maximum tokens of the student's line; a longer line is truncated. None: no limit.
     """
 
     aligner: Aligner
@@ -44,11 +44,13 @@ class StoredText:
     longest: int | None
 
     def read(self, ids: Ids, block: RowBlock) -> tuple[Ids, AlignedRows] | None:
-        """Return the student's tokens [n] of a piece, and the rows of all tokens but the first.
+        """Return the student's tokens [n] of a piece, and the rows of all tokens except the first.
 
-        `ids` [T]: the teacher's tokens; `block`: T - 1 rows, of all tokens but the first. Student
-        tokens whose likelihood depends on the teacher's first token are not learned. Returns None
-        if no part of the text can be aligned.
+        - ids [T]: the teacher's tokens.
+        - block: the T - 1 rows of all teacher tokens except the first.
+
+        The teacher's first token has no row, so student tokens whose likelihood depends on it are
+        not learned. Returns None if no part of the text can be aligned.
         """
         # The first token gets an unused row.
         all_rows = concatenate([block.slice(0, 1), block])
@@ -80,9 +82,10 @@ class StoredText:
         return line, replace(line_rows, word=line_rows.word - line_rows.word[0])
 
     def _split_documents(self, ids: Ids) -> Iterator[tuple[int, int, bool]]:
-        """Yield (first position, position after the last, has end token) of each document.
+        """Yield (first position, end position, True if it has an end token) of each document.
 
-        Special tokens separate documents. An end token belongs to the document that it ends.
+        The end position is the position after the last token. Special tokens separate documents. An
+        end token belongs to the document that it ends.
         """
         first = 0
         for end in [*np.flatnonzero(self.aligner.writer.lengths[ids] == 0).tolist(), len(ids)]:
@@ -92,28 +95,35 @@ class StoredText:
             first = end + 1
 
     def _begins_document(self, ids: Ids, first: int) -> bool:
-        """Return whether a document begins at `first`: after an end or a begin token."""
+        """Return True if a document begins at `first`: after an end token or a begin token."""
         return bool(np.isin(ids[first - 1], np.concatenate([self.ends, self.teacher_begins])))
 
 
 def leading_special_tokens(tokenizer: Any, lengths: NDArray[np.int64]) -> Ids:
     """Return the special tokens [n] that a transformers tokenizer adds before a text.
 
-    `lengths` [V]: bytes of each token.
+    `lengths` [V]: the number of bytes of each token; 0 for special tokens.
     """
     ids = np.array(tokenizer("a")["input_ids"], np.int32)
     return ids[: int(np.argmax(lengths[ids] > 0))]
 
 
 def _without_first(rows: AlignedRows, alignment: Alignment) -> AlignedRows:
-    """Return the rows; mark the unit of the writer's first token (it has no row) as not learned."""
+    """Return the rows, with the unit of the teacher's first token marked as not learned.
+
+    The first teacher token of a piece has no row.
+    """
     in_first_chunk = alignment.reader_chunk == alignment.chunk[0]
     learned = rows.learned & ~np.isin(rows.word, rows.word[in_first_chunk])
     return replace(rows, learned=learned)
 
 
 def _placeholder_rows(like: AlignedRows, count: int, unit: int) -> AlignedRows:
-    """Return rows of `count` tokens that are not learned, with the columns of `like`."""
+    """Return rows for `count` tokens that are not learned.
+
+    - like: rows with the same columns.
+    - unit: the unit number of the tokens.
+    """
     placeholders = like.take(np.zeros(count, np.int64))
     return replace(
         placeholders,
@@ -125,7 +135,7 @@ def _placeholder_rows(like: AlignedRows, count: int, unit: int) -> AlignedRows:
 
 
 def _truncate_rows(rows: AlignedRows, count: int) -> AlignedRows:
-    """Return the first `count` rows. An incomplete unit at the end is not learned."""
+    """Return the first `count` rows. A unit that is cut off is marked as not learned."""
     remaining_rows = rows.take(slice(0, count))
     return replace(
         remaining_rows, learned=remaining_rows.learned & (remaining_rows.word != rows.word[count])
@@ -133,5 +143,5 @@ def _truncate_rows(rows: AlignedRows, count: int) -> AlignedRows:
 
 
 def _ends_with(parts: list[Ids], ids: Ids) -> bool:
-    """Return whether the last ids of `parts` are `ids`, or `ids` is empty."""
+    """Return True if the last part ends with `ids`, or if `ids` is empty."""
     return not len(ids) or (bool(parts) and np.array_equal(parts[-1][-len(ids) :], ids))

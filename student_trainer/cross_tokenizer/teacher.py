@@ -1,6 +1,6 @@
-"""A teacher service with another tokenizer as a TeacherSource.
+"""A teacher service with another tokenizer, as a TeacherSource.
 
-The teacher reads its own tokens: the prompt in its own chat template, and its encoding of the
+The teacher reads its own tokens: the prompt in its own chat template, and its own encoding of the
 answer's text. Its log-probs of these tokens are divided among the student's tokens
 (`cross_tokenizer/losses.py`) and returned as rows.
 """
@@ -47,9 +47,10 @@ class CrossTokenizerTeacher:
     ) -> None:
         """Store the settings of the requests.
 
-        `prompt`: returns the prompt ids [P] that the teacher reads for a rollout. `temperature`:
-        divides the teacher's logits. `max_length`: maximum number of tokens that the teacher reads;
-        longer answers are excluded.
+        - prompt: a function that returns the prompt ids [P] that the teacher reads for a rollout.
+        - temperature: divides the teacher's logits.
+        - max_length: maximum number of tokens that the teacher reads. Longer answers are not
+          learned.
         """
         self._client = client
         self._aligner = aligner
@@ -77,7 +78,10 @@ class CrossTokenizerTeacher:
 
 
 def aligned_rows(rollout: Rollout, alignment: Alignment, rows: RowBlock) -> AlignedRows:
-    """Return the rows of a rollout. `rows`: one row for each of the teacher's tokens."""
+    """Return the rows of the student's tokens of a rollout.
+
+    `rows`: one row for each of the teacher's tokens.
+    """
     logprobs = np.where(alignment.reader_settled, rows.token_logprobs, 0.0)
     learned = alignment.read & alignment.settled
     begins = np.append(True, alignment.word[1:] != alignment.word[:-1])
