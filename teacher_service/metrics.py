@@ -108,7 +108,9 @@ class TeacherMetrics:
 
 @dataclass
 class MeasuredRequest:
-    """Measurements of one request: its start (perf_counter, s), time to first rows, and rows."""
+    """Measurements of one request: its start (perf_counter, s), time to first rows, number of
+    rows.
+    """
 
     start: float
     seconds_to_first: float = 0.0

@@ -58,13 +58,19 @@ class VllmEngineSettings:
 
 @dataclass(frozen=True)
 class EndpointSettings:
-    """Options of the endpoint engine: directory of the tokenizer, and the model's name there."""
+    """Options of the endpoint engine.
+
+    - tokenizer: directory or hub id of the tokenizer.
+    - served_model: the model's name at the endpoint.
+    """
 
     tokenizer: str = ""
     served_model: str = ""
 
     def values_by_option(self) -> dict[str, str]:
-        """Return the values by their option; "" if an option is not given."""
+        """Return the values by the name of their command-line option; "" if an option is not
+        given.
+        """
         return {"--tokenizer": self.tokenizer, "--served-model": self.served_model}
 
 
@@ -92,8 +98,9 @@ class ScoringEngineSettings:
 class TeacherSettings:
     """The settings of `distill-teacher`.
 
-    With `cache` None, no rows are kept. `metrics` is the (host, port) of the metrics page.
-    With `http` None, the teacher answers only gRPC calls.
+    - cache: None means that no rows are kept.
+    - metrics: (host, port) of the metrics page.
+    - http: None means that the teacher answers only gRPC calls.
     """
 
     engine: ScoringEngineSettings
@@ -186,7 +193,7 @@ def make_engine(
 
 
 def _require_known_options(settings: ScoringEngineSettings) -> None:
-    """Raise InvalidInput if an option is set that the engine does not have."""
+    """Raise InvalidInput if an option is set that belongs to another engine."""
     is_vllm = settings.name == "vllm"
     endpoint_values = settings.endpoint.values_by_option() if settings.name != "endpoint" else {}
     unsupported = [
@@ -215,7 +222,9 @@ def _require_known_options(settings: ScoringEngineSettings) -> None:
 
 
 def _require_divisible(settings: ScoringEngineSettings) -> None:
-    """Raise InvalidInput if a setting cannot be used for a model that is divided over devices."""
+    """Raise InvalidInput if a setting excludes --device-map, which divides the model over
+    devices.
+    """
     problem = ""
     if settings.device_map != DEVICE_MAP:
         problem, hint = f"unknown device map {settings.device_map!r}", f"use {DEVICE_MAP}"
@@ -366,7 +375,11 @@ class _Program:
 async def _serve_http(
     settings: TeacherSettings, app: LoadingApp
 ) -> AsyncIterator[tuple[str, Callable[[], None]]]:
-    """Serve HTTP within the block, if settings.http. Yields the URL or "", and a stop function."""
+    """Serve the HTTP API within the block, if `settings.http` is set.
+
+    Yields the URL, and a function that stops accepting requests. Without `settings.http`, the URL
+    is "" and the function does nothing.
+    """
     if settings.http is None:
         yield "", lambda: None
     else:

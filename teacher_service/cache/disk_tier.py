@@ -26,11 +26,15 @@ MAX_WAITING_BYTES = 256 << 20
 
 
 class DiskTier:
-    """Collects entries and writes them as a shard at 64 MiB, or after a minute if that is sooner.
+    """A tier that collects entries in memory and writes them to the disk as shards.
+
+    An entry has the rows of one sequence. A shard is written when its entries have 64 MiB, or one
+    minute after its first entry.
 
     Each teacher fingerprint has a directory of its own under `root`. Above `max_bytes` the tier
-    removes the rows of other teachers first, then its own oldest shards. If the disk fails, the
-    entries of that shard are lost, and the next shard is tried. With `zstd`, rows are compressed.
+    removes the rows of other teachers first, then its own oldest shards. If the disk fails while a
+    shard is written, the entries of this shard are lost; later shards are still written. With
+    `zstd`, rows are compressed.
     """
 
     name = "disk"
@@ -75,7 +79,8 @@ class DiskTier:
     def put(self, entry: StoredRows) -> None:
         """Queue an entry for the writer thread and return at once.
 
-        The entry is dropped if its key is stored, or if more than 256 MiB wait to be written.
+        The entry is dropped if the store already has its key, or if more than 256 MiB wait to be
+        written.
         """
         if entry.key in self or self._waiting_bytes + len(entry.rows) > MAX_WAITING_BYTES:
             return
@@ -134,7 +139,7 @@ class DiskTier:
             self._waiting_bytes -= size
 
     def _collect(self) -> tuple[dict[bytes, StoredRows], bool]:
-        """Return the entries of the next shard by key, and whether more may follow."""
+        """Return the entries of the next shard by key, and False if the tier was closed."""
         entry = self._queue.get()
         deadline = time.monotonic() + FLUSH_SECONDS
         entries: dict[bytes, StoredRows] = {}

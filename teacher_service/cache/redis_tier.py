@@ -43,7 +43,7 @@ def seal(key: bytes, payload: bytes) -> bytes:
 
 
 def unseal(key: bytes, value: bytes) -> bytes:
-    """Return the payload of `value`. Raises Corrupt if `value` was not sealed for this key."""
+    """Return the payload of `value`. Raises Corrupt if `seal` did not make `value` for this key."""
     payload = value[ENVELOPE_BYTES:]
     if value[:ENVELOPE_BYTES] != _envelope(key, payload):
         raise Corrupt(f"a value of {len(value)} bytes does not match its key and checksum")
@@ -61,9 +61,11 @@ def name_of(key: bytes) -> str:
 
 
 class Breaker:
-    """A circuit breaker. While open, it allows one attempt every `pause` seconds.
+    """A circuit breaker: after a failure, it limits the attempts to use a server.
 
-    The breaker is closed until `trip` is called, and again after `close`. Not thread-safe.
+    The breaker is closed at first: every attempt is allowed. `trip` opens the breaker. An open
+    breaker allows one attempt every `pause` seconds. `close` closes the breaker again. Not
+    thread-safe.
     """
 
     def __init__(self, pause: float) -> None:
@@ -72,13 +74,13 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """True from `trip` until `close`."""
+        """True after `trip`, until `close` is called."""
         return self._next_attempt is not None
 
     def allows(self) -> bool:
-        """Return whether the caller may make an attempt.
+        """Return True if the caller may make an attempt now.
 
-        While the breaker is open, a True result uses up the attempt that was due.
+        If the breaker is open, the next attempt is then allowed only after `pause` seconds.
         """
         if self._next_attempt is None:
             return True
@@ -89,7 +91,7 @@ class Breaker:
         return True
 
     def trip(self) -> None:
-        """Open the breaker; the next attempt is due after `pause` seconds."""
+        """Open the breaker; the next attempt is allowed after `pause` seconds."""
         self._next_attempt = time.monotonic() + self._pause
 
     def close(self) -> None:
@@ -115,7 +117,7 @@ class _Lookup:
 
 @dataclass(frozen=True)
 class _Change:
-    """A pending write; with `rows` None, the value is deleted."""
+    """A write that is not sent to Redis yet. `rows` None means that the value is deleted."""
 
     key: bytes
     rows: bytes | None
@@ -126,10 +128,11 @@ class _Change:
 
 
 class RedisTier:
-    """Batches the lookups of one event-loop iteration; writes in the background.
+    """A tier that stores rows in Redis.
 
-    Stored values expire after `ttl_seconds`. With `zstd`, rows are compressed. Use this class from
-    one event loop.
+    All lookups of one iteration of the event loop are sent in batches. Writes are made in the
+    background. Stored values expire after `ttl_seconds`. With `zstd`, rows are compressed. Use this
+    class from one event loop.
     """
 
     name = "redis"

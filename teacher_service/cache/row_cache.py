@@ -1,4 +1,4 @@
-"""The row cache: looks up memory, then Redis, then the disk, and verifies rows before use."""
+"""The row cache: a lookup reads memory, then Redis, then the disk. Rows are verified before use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """All rows of one query: the codec bytes, and the same rows decoded."""
+    """All rows of one query: `encoded` is their codec bytes, `block` the same rows decoded."""
 
     encoded: bytes
     block: RowBlock

@@ -13,9 +13,9 @@ from clients.store.store import StoredRows
 class TierCounts:
     """Counters of one tier since the start of the program.
 
-    Every lookup is a hit or a miss. A lookup is also a miss if the entry is corrupt or the tier
-    cannot be reached. `errors` counts failures of the tier itself. `removed` counts evicted
-    sequences.
+    Each lookup adds one to `hits` or to `misses`. If the entry is corrupt, or the tier cannot be
+    reached, the lookup is a miss. `errors` is the number of failures of the tier itself. `removed`
+    is the number of evicted sequences.
     """
 
     hits: int = 0
@@ -34,12 +34,15 @@ class Tier(Protocol):
     async def get(self, key: bytes, max_bytes: int) -> bytes | None:
         """Return the uncompressed codec bytes of `key`, or None if there is no entry.
 
-        There are at most `max_bytes` bytes. Raises Corrupt if the stored entry has changed.
+        `max_bytes` is the maximum size of a valid result. Raises Corrupt if the stored entry has
+        changed.
         """
         ...
 
     def put(self, entry: StoredRows) -> None:
-        """Keep `entry` unless its key is stored. Returns at once and never raises."""
+        """Store `entry`, except if the tier already has its key. Returns at once and never
+        raises.
+        """
         ...
 
     def drop(self, key: bytes) -> None:
@@ -55,7 +58,10 @@ _ENTRY_BYTES = 256  # Python's overhead per entry
 
 
 class MemoryTier:
-    """Keeps at most `max_bytes` of rows and overhead; evicts the least recently used entries."""
+    """A tier in the memory of this process, for at most `max_bytes` bytes of rows and overhead.
+
+    When the tier is full, it evicts the least recently used entries.
+    """
 
     name = "memory"
 
@@ -77,7 +83,10 @@ class MemoryTier:
         return rows
 
     def put(self, entry: StoredRows) -> None:
-        """Keep `entry` unless its key is stored or it is larger than the tier; evict as needed."""
+        """Store `entry` and evict old entries if necessary.
+
+        `entry` is not stored if the tier already has its key, or if it is larger than the tier.
+        """
         size = len(entry.rows) + _ENTRY_BYTES
         if entry.key in self._entries or size > self._max_bytes:
             return

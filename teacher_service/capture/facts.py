@@ -71,7 +71,10 @@ def _list_columns(data: CaptureData) -> tuple[str, ...]:
 
 
 def _digest_sequences(plan: CapturePlan) -> str:
-    """Return the xxh3-128 hex digest of all token ids, ends, starts, images and prompts."""
+    """Return the xxh3-128 hex digest of the arrays of the plan that define its sequences.
+
+    The arrays are the token ids, their offsets, the starts, the images and the prompts.
+    """
     hasher = xxhash.xxh3_128()
     image_arrays = (plan.images, plan.image_ends) if len(plan.images) else ()
     prompt_arrays = (plan.prompts, plan.prompt_ends) if len(plan.prompts) else ()

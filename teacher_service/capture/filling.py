@@ -1,4 +1,6 @@
-"""The capture loop: scores the files of the plan and writes each while scoring the next."""
+"""The capture loop: scores the files of the plan. A thread writes a file while the next is
+scored.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,13 @@ def fill(
     recorder: Recorder,
     encode: Encode,
 ) -> Verdict:
-    """Score the `missing` files of the plan and write them to the store.
+    """Score the files of the plan with the numbers `missing`, and write them to the store.
+
+    `encode` returns the codec bytes of a block of rows; it is used if `source` returns blocks.
 
     Returns "succeeded", or "cancelled" if the job was asked to stop. Complete files are kept in
-    every case. `encode` encodes rows that the source returns decoded. Raises InternalFault if the
-    disk cannot be written, and the errors of `source`, `encode` and `writer`.
+    both cases. Raises InternalFault if the disk cannot be written, and the errors of `source`,
+    `encode` and `writer`.
     """
     with ThreadPoolExecutor(1, "writer") as writer_thread:
         pending_write = writer_thread.submit(lambda: None)

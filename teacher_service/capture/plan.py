@@ -39,14 +39,16 @@ _DTYPES = {
 class CapturePlan:
     """All sequences of a capture and their division into files.
 
-    Sequence i has the token ids token_ids[offsets[i]:offsets[i + 1]] and is scored from position
-    starts[i] on; its images are in images[image_ends[i]:image_ends[i + 1]]. `prompts` has the
-    prompts that the teacher reads, divided in the same way. File j of the store holds the sequences
-    files[j] to files[j + 1] - 1. The arrays are memory maps of files. `too_long` and `empty` are
-    the numbers of omitted sequences and records; see SequenceReader.
+    - token_ids, offsets: sequence i has the token ids token_ids[offsets[i]:offsets[i + 1]].
+    - starts: sequence i is scored from position starts[i] on.
+    - images, image_ends: the images of sequence i are images[image_ends[i]:image_ends[i + 1]].
+    - prompts, prompt_ends: the teacher's own prompt for sequence i is
+      prompts[prompt_ends[i]:prompt_ends[i + 1]]; empty if student and teacher have the same prompt.
+    - files: file j of the store has the sequences files[j] to files[j + 1] - 1.
+    - too_long, empty: numbers of omitted sequences and records; see SequenceReader.
 
-    The plan depends only on the data and the job, not on earlier attempts or on the number of
-    machines.
+    The arrays are memory maps of files. The plan depends only on the data and the job, not on
+    earlier attempts or on the number of machines.
     """
 
     token_ids: NDArray[np.int32]
@@ -104,12 +106,14 @@ def make_plan(
 ) -> CapturePlan:
     """Read all sequences and divide them into files of at most about `file_bytes` bytes.
 
-    Writes the plan to `directory`, which is replaced; `read_plan` returns the plan for the same
-    `key`. The memory does not grow with the number of sequences. `row_bytes` is the size of one row
-    before compression. A file ends with the sequence that brings its size to `file_bytes`. If the
-    result has fewer than 16 files, the sequences are also divided into 16 equal parts (or one part
-    per sequence). `on_poll` is called every 1,000 sequences; an exception in `on_poll` ends the
-    reading.
+    - directory: the plan is written there; earlier content is removed.
+    - row_bytes: size of one row in bytes, before compression.
+    - key: `read_plan` returns the plan only for the same key.
+    - on_poll: called after every 1,000 sequences; an exception in `on_poll` ends the reading.
+
+    A file ends with the sequence that brings its size to `file_bytes`. If this gives fewer than 16
+    files, the sequences are also divided into 16 equal parts (or one part per sequence). The memory
+    does not grow with the number of sequences.
     """
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)

@@ -41,7 +41,8 @@ def preview_of(
 ) -> Preview:
     """Return the preview of a capture. Raises a DistillError if its data cannot be read.
 
-    `limits`: what the job does not set, already applied.
+    `shown` is the number of records in the preview. `limits` are the values that the program chose
+    for keys that the job does not set; `job` already has these values.
     """
     data, is_text = job.data, job.data.form == "text"
     template = template_text(tokenizer.chat_template)

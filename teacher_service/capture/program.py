@@ -133,7 +133,7 @@ def _capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: in
 
 
 def _report_idle_part(job: CaptureJob, plan: CapturePlan) -> str:
-    """Log and return a sentence about a part of the data that has no files."""
+    """Log that this job's part of the data has no files, and return the logged sentence."""
     _, parts = job.method.part
     count = f"{len(plan)} sequences in {len(plan.files) - 1} files"
     message = (
@@ -160,7 +160,10 @@ def _check_hub(job: CaptureJob) -> None:
 
 
 def _student_width(student: StudentConfig) -> int:
-    """Return the number of the student's logits. Raises InvalidInput if it has no configuration."""
+    """Return the number of logits of the student's model.
+
+    Raises InvalidInput if the configuration of the model cannot be read.
+    """
     from transformers import AutoConfig
 
     try:

@@ -43,7 +43,7 @@ class RaySource:
         )
 
     def info(self) -> ScoringEngineInfo:
-        """Load an engine on the cluster and return its info; raises the error of loading it."""
+        """Load an engine on the cluster and return its info. Raises the error if loading fails."""
         remote = self._ray.remote(**self._resources)(_info_or_fault)
         engine_info, fault = self._ray.get(remote.remote(self._job))
         if fault is not None:

@@ -14,14 +14,14 @@ _SECONDS_BETWEEN_POLLS = 0.2
 
 
 class CaptureStopped(Exception):
-    """The job was asked to stop. Rows that are not in a complete file are lost."""
+    """Raised when the job was asked to stop. Rows that are not in a complete file are lost."""
 
 
 class Recorder:
-    """Counts sequences as steps, and writes a line of metrics about once per second.
+    """Counts the scored sequences, and writes a line of metrics about once per second.
 
-    `phase` is the current phase for the progress. `step` starts at the number of sequences in
-    complete files.
+    The step of the job is the number of scored sequences. `step` is its first value: the number of
+    sequences in complete files. `phase` is the text that the progress shows.
     """
 
     def __init__(

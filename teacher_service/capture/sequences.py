@@ -61,7 +61,10 @@ class SequenceReader:
         processes: int | None = None,
         context: str | None = None,
     ) -> None:
-        """For `processes`, see `encode_records`. Only the teacher reads the text `context`."""
+        """`processes` is the number of processes that tokenize; None: one per core of this process.
+
+        Only the teacher reads the text `context`.
+        """
         self._encoder = RecordEncoder(data, tokenizer, max_tokens, context)
         self._data = data
         self._source = DataSet(data.path, data.name, data.split)

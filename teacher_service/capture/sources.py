@@ -101,9 +101,9 @@ class RowSource(Protocol):
     def files(self, numbers: range, on_scored: OnScored) -> Iterator[Sequence[RowBlock | bytes]]:
         """Yield the rows of each file in `numbers`, one entry per sequence, in order.
 
-        An entry is bytes if the source encodes the rows itself. `on_scored` is called with the
-        number of rows of each sequence as soon as it is scored. Raises a DistillError; if it
-        concerns one sequence, the message names the sequence.
+        An entry is bytes if the source encodes the rows itself. When a sequence is scored,
+        `on_scored` is called with the number of its rows. Raises a DistillError. If the error
+        concerns one sequence, its message names the sequence.
         """
         ...
 
@@ -140,7 +140,11 @@ class EngineSource:
 
 
 class ServiceSource:
-    """A row source that scores with a teacher service, with `ahead` bytes of requests in flight."""
+    """A row source that scores with a teacher service.
+
+    The source sends further queries until the answers that it waits for have `prefetch_bytes`
+    bytes.
+    """
 
     def __init__(
         self,

@@ -21,9 +21,11 @@ from teacher_service.serving.self_test import run_self_test
 class TeacherFacts:
     """Identity and limits of a teacher service or an engine.
 
-    `vocabulary` fetches the tokens by id; it is called only if the tokenizers differ. `max_length`
-    is in tokens. `batch_invariant`: two captures of the same data get the same bits.
-    `takes_vocab_size`, `only_temperature_one`, `takes_images`: see TeacherInfo.
+    - max_length: maximum number of tokens of a sequence.
+    - batch_invariant: True if two captures of the same data get bit-identical rows.
+    - vocabulary: a function that returns the tokens by id. It is called only if the tokenizers
+      differ.
+    - takes_vocab_size, only_temperature_one, takes_images: see TeacherInfo.
     """
 
     name: str

@@ -48,7 +48,8 @@ class EncodedRecords:
     - images: for each record, the images in the format of `stored_images`.
     - teacher_prompts: for each record, int32 [P], the prompt for the teacher in place of the tokens
       before `starts`; empty if student and teacher have the same prompt.
-    - too_long: number of further records, whose characters alone show that they are too long.
+    - too_long: number of omitted records. They have so many characters that they are too long for
+      any tokenization; the other fields do not contain them.
     """
 
     token_ids: NDArray[np.int32]
@@ -69,7 +70,7 @@ class EncodedRecords:
 
 
 class _TooLongError(Exception):
-    """The characters of a record alone show that it has too many tokens."""
+    """A record has so many characters that it must have too many tokens. It is not tokenized."""
 
 
 class RecordEncoder:
@@ -78,8 +79,9 @@ class RecordEncoder:
     def __init__(
         self, data: CaptureData, tokenizer: Any, max_tokens: int, context: str | None = None
     ) -> None:
-        """`max_tokens`: see `tokens_by_length`; documents of form `text` have no limit. `context`
-        is text before the prompt that only the teacher reads.
+        """`max_tokens` is the maximum number of tokens of a record; form `text` has no maximum.
+
+        See `tokens_by_length`. `context` is text before the prompt that only the teacher reads.
         """
         self._data = data
         self._max_tokens = max_tokens
@@ -140,7 +142,7 @@ class RecordEncoder:
         )
 
     def _require_length(self, conversation: Conversation, answer: str = "") -> None:
-        """Raise _TooLongError if the characters alone show that the record is too long."""
+        """Raise _TooLongError if the record has so many characters that it must be too long."""
         if tokens_by_length(conversation.characters + len(answer), self._max_tokens):
             raise _TooLongError
 

@@ -126,11 +126,12 @@ class ScoringEngine(Protocol):
 
 @dataclass(frozen=True)
 class QuerySchedule:
-    """The order and the step size for one query.
+    """The order of one query, and the step size that it sets for the engine.
 
-    The engine starts the waiting query with the lowest `number` next. `step_tokens` is the maximum
-    number of tokens of a step, until another query sets another maximum; 0 means the engine's
-    limit. `single` is True if the sender has no other query in flight.
+    - number: the engine starts the waiting query with the lowest number next.
+    - step_tokens: maximum number of tokens of a step, until another query sets another maximum; 0
+      means the engine's limit.
+    - single: True if the sender has no other query in flight.
     """
 
     number: int = 0
@@ -150,8 +151,8 @@ class ContinuousEngine(ScoringEngine, Protocol):
     async def score_one(self, query: ScoreQuery, schedule: QuerySchedule) -> RowBlock:
         """Return the rows of a query. Many calls may run at the same time, in one event loop.
 
-        Cancelling the call takes the query out of the engine. Raises the DistillError that concerns
-        the query; any other exception means that the engine has failed.
+        Cancelling the call takes the query out of the engine. Raises a DistillError if the query is
+        at fault. Any other exception means that the engine has failed.
         """
         ...
 

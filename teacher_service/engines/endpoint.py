@@ -107,7 +107,7 @@ class EndpointEngine:
         return [_get_rows_or_error(future) for future in futures]
 
     async def score_one(self, query: ScoreQuery, schedule: QuerySchedule) -> RowBlock:
-        """Return the rows of a query, from any event loop; see ContinuousEngine."""
+        """Return the rows of a query. Call it from any event loop; see ContinuousEngine."""
         return await asyncio.wrap_future(self._submit(self._fetch_rows(query)))
 
     def close(self) -> None:

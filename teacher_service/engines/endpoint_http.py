@@ -31,8 +31,8 @@ class HttpEndpoint:
     def __init__(self, url: str) -> None:
         """Prepare the connections; they open on first use.
 
-        $DISTILL_ENDPOINT_KEY is sent as a bearer token. Raises InvalidInput if `url` is not an
-        address of HTTP, or has a password, and if the key cannot be sent.
+        $DISTILL_ENDPOINT_KEY is sent as a bearer token. Raises InvalidInput if `url` is not an HTTP
+        address, if it contains a user or a password, or if the key cannot be sent.
         """
         if not url.startswith(("http://", "https://")):
             raise InvalidInput(
@@ -57,11 +57,13 @@ class HttpEndpoint:
         )
 
     async def get(self, path: str) -> Any:
-        """Return the parsed answer. Raises what `post` raises."""
+        """Send a GET request and return the parsed JSON answer. Raises the same errors as
+        `post`.
+        """
         return await self._request("GET", path, None)
 
     async def post(self, path: str, body: object) -> Any:
-        """Return the parsed answer to `body`.
+        """Send `body` as JSON in a POST request, and return the parsed JSON answer.
 
         Raises Unavailable if the server does not answer for about a minute, Unauthenticated if the
         key is refused, RequestRejected if the server refuses the request, and InvalidInput if the

@@ -130,9 +130,10 @@ def _read_echo_rows(query: ScoreQuery, answer: Mapping[str, Any]) -> RowBlock:
 
 
 def _select_top_k(logprob_by_name: Mapping[str, float], k: int) -> list[tuple[float, int]]:
-    """Return the k largest log-probs of a row with their ids; an empty list for k ids or fewer.
+    """Return the k largest log-probs of a row with their ids, the largest first.
 
-    Raises ValueError if the row has texts in place of ids.
+    Returns an empty list if the row has at most k ids. Raises ValueError if the row has texts in
+    place of ids.
     """
     entries = (
         (logprob, int(name.removeprefix(_ID_PREFIX))) for name, logprob in logprob_by_name.items()

@@ -27,10 +27,12 @@ _MINIMUM_VALUES = {"vocab": 1, "seed": 0, "max_length": 2, "latency_ms": 0}
 class FakeSettings:
     """Settings of the fake engine, as in `--engine fake --model vocab=512,latency_ms=20`.
 
-    `latency_ms` is the sleep before each batch. `max_length` is in tokens. Logits of positions
-    after `nan_token` are NaN. A batch that contains `crash_token` raises RuntimeError. -1 disables
-    either token. Every batch after the first `raise_after` batches raises RuntimeError, unless
-    `raise_after` is -1; the self-test scores three batches.
+    - latency_ms: sleep before each batch, in ms.
+    - max_length: maximum number of tokens of a sequence.
+    - nan_token: logits of positions after this token are NaN; -1: no such token.
+    - crash_token: a batch with this token raises RuntimeError; -1: no such token.
+    - raise_after: number of batches after which every batch raises RuntimeError; -1: never. The
+      self-test scores three batches.
     """
 
     vocab: int = 512
@@ -95,7 +97,7 @@ class FakeEngine:
         """Score the batch after the configured latency.
 
         A query whose logits are NaN gets Corrupt. Raises RuntimeError if any query contains
-        `crash_token`, and for every batch after the first `raise_after`.
+        `crash_token`, and for every batch after the first `raise_after` batches.
         """
         time.sleep(self._settings.latency_ms / 1000)
         self._calls += 1
@@ -184,7 +186,9 @@ def _compute_rows(
 
 
 def _draw_samples(weights: NDArray[np.float64], uniforms: NDArray[np.float64]) -> NDArray[np.int32]:
-    """Return what `tail_samples.draw` returns, computed with numpy instead of torch."""
+    """Return the drawn ids. The result equals `tail_samples.draw`, but is computed without
+    torch.
+    """
     cumulative_weights = weights.cumsum(axis=1)
     levels = np.minimum(
         uniforms * cumulative_weights[:, -1:], np.nextafter(cumulative_weights[:, -1:], 0)

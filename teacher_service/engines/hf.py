@@ -1,4 +1,4 @@
-"""The hf engine: a transformers body for the hidden states, the scoring head for the rows."""
+"""The hf engine: a transformers body computes hidden states, and the scoring head the rows."""
 
 from __future__ import annotations
 
@@ -53,15 +53,16 @@ from teacher_service.models.loading import (
 
 
 class HfEngine:
-    """A causal language model of transformers whose head is one linear layer, scaled or capped.
+    """A causal language model of transformers whose head is one linear layer.
 
-    Sequences of a batch are padded on the right and masked. With `batch_invariant`, each sequence
-    has its own forward pass, so its rows are bit-identical with any other sequences in the batch.
+    The model may scale or cap the logits. Sequences of a batch are padded on the right and masked.
+    With `batch_invariant`, each sequence has its own forward pass, so its rows are bit-identical
+    with any other sequences in the batch.
 
     Raises InvalidInput in three cases:
 
     - the model directory, the dtype or the device cannot be used
-    - the head is not one linear layer, scaled or capped
+    - the logits are not one linear layer of the hidden states, scaled or capped
     - the head is quantised
     """
 

@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 class ExpandedQuery(ScoreQuery):
     """A query whose `token_ids` and `start` count every image token; `images` are empty.
 
-    The rows equal the rows of the query with one placeholder per image, because all placeholders
-    are before `start`.
+    Its rows are the rows of the original query, which has one placeholder per image: all
+    placeholders are before `start`.
     """
 
     pixels: Pixels = field(kw_only=True)

@@ -1,9 +1,9 @@
-"""The vllm engine: vLLM's pooling runner computes hidden states, the head in its worker the rows.
+"""The vllm engine: vLLM computes hidden states; our head in vLLM's worker computes the rows.
 
-vLLM batches, pages and splits long prompts, and skips tokens that are in its prefix cache. A cached
-token has no hidden state, so the first request does not return the rows that need such a state. If
-rows are missing, a second, shorter request that does not read the cache computes them. The two
-requests together compute each token once, as without a cache.
+The engine uses vLLM's pooling runner. vLLM batches, pages and splits long prompts, and skips tokens
+that are in its prefix cache. A cached token has no hidden state, so the first request does not
+return the rows that need such a state. If rows are missing, a second, shorter request that does not
+read the cache computes them. The two requests together compute each token once, as without a cache.
 """
 
 from __future__ import annotations
@@ -193,9 +193,10 @@ class VllmEngine:
     async def _request_rows(
         self, query: ScoreQuery, schedule: QuerySchedule, *, read_cache: bool
     ) -> RowBlock:
-        """Return the last rows of `query`: those that need no hidden state of a cached token.
+        """Send one request to vLLM and return the last rows of `query`.
 
-        Raises the DistillError of the query.
+        Rows that need the hidden state of a cached token are missing at the beginning. Raises the
+        DistillError of the query.
         """
         # The last token is left out, because it predicts nothing.
         prompt = query.token_ids[:-1].tolist()
@@ -312,11 +313,11 @@ def _build_lora_options(adapters: Sequence[Adapter]) -> dict[str, Any]:
 
 
 def _compute_prefill_threshold(skeleton: Any, step_tokens: int) -> int:
-    """Return the minimum number of tokens per step of a long query, however many queries wait.
+    """Return the number of tokens per step that a long query gets, however many queries wait.
 
-    vLLM raises this threshold to an equal share of the step, and rejects a threshold above the
-    longest context. Only vLLM knows the longest context exactly, but nearly all models have more
-    than 2,048 tokens.
+    The number is a minimum: vLLM raises it to an equal share of the step. vLLM rejects a number
+    above the longest context. Only vLLM knows the longest context exactly, but nearly all models
+    have more than 2,048 tokens.
     """
     return min(max(1, step_tokens // 4), 2048, max_length_of(skeleton))
 

@@ -10,13 +10,15 @@ from teacher_service.engines.vllm_wire import PACE
 
 
 class SharingScheduler(Scheduler):  # type: ignore[misc]
-    """Schedules short steps: the newest request sets the maximum number of tokens of a step.
+    """A scheduler of vLLM whose steps are short if the newest request sets a limit of tokens.
 
-    A single request is the only request of a waiting client. A new single request must first wait
-    for the running step, so a step without single requests has only half of the short step's
-    tokens. vLLM computes partly computed requests before new requests. Among these, single requests
-    come first. The other requests pause in the step that begins a single request, but never for two
-    steps in a row, so that long requests always end.
+    A client that sends one query at a time sends "single" requests, see QuerySchedule. A new single
+    request must wait for the end of the running step. Therefore, steps with a single request
+    running or waiting use the whole limit, and other steps half of it.
+
+    vLLM continues the running requests before it begins new requests. Of the running requests,
+    single requests come first. When a single request waits, the other requests pause for one step,
+    but never for two steps in a row, so that long requests always end.
     """
 
     max_num_scheduled_tokens: int
@@ -29,7 +31,7 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
         self._has_paused = False
 
     def add_request(self, request: Any) -> None:
-        """Add a request, and apply the step limit that it names."""
+        """Add a request; its limit of tokens per step replaces the limit of earlier requests."""
         self._short_step_tokens, _ = _read_pace(request)
         super().add_request(request)
 
@@ -46,7 +48,9 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
             self.running = [*paused_requests, *self.running]
 
     def _prepare_short_step(self) -> list[Any]:
-        """Prepare a short step; return the requests that pause, removed from `running`."""
+        """Set the limit of a short step. Returns the requests that pause, removed from
+        `running`.
+        """
         single_requests = [request for request in self.running if _is_single(request)]
         other_requests = [request for request in self.running if not _is_single(request)]
         is_single_waiting = any(_is_single(request) for request in self.waiting)

@@ -48,8 +48,8 @@ _EMPTY = torch.empty(0, dtype=torch.uint8)
 class ScoringWorker(_Worker):  # type: ignore[misc]
     """vLLM's worker for this platform, with its part of the head.
 
-    The head is loaded before vLLM measures free memory, so that it counts in the memory share. Each
-    of R ranks has V / R rows of the head, and computes the logits of the ids of these rows.
+    The head is loaded before vLLM measures free memory, so that the memory share includes the head.
+    Each of R ranks has V / R rows of the head, and computes the logits of the ids of these rows.
     """
 
     def load_model(self, **options: Any) -> None:

@@ -28,10 +28,10 @@ from teacher_service.head.vocabulary_shard import VocabularyShard
 class Head:
     """One linear layer: `weight` [V, H] and `bias` [V], on the device of the hidden states.
 
-    `product` is an optional function for a faster hidden @ weight.T, as in `score_hidden`.
-    `scale_and_cap` says how the products become logits. `shard` is the part of the vocabulary that
-    `weight` and `bias` cover, if several processes share the head; then `score` is a collective
-    call.
+    - product: an optional function that computes hidden @ weight.T faster.
+    - scale_and_cap: how the products become logits.
+    - shard: the part of the vocabulary that `weight` and `bias` cover, if several processes share
+      the head. All processes must then call `score` together (a collective call).
     """
 
     def __init__(
@@ -64,7 +64,10 @@ class Head:
     def _score_group(
         self, group: Sequence[int], queries: Sequence[ScoreQuery], states: Sequence[Tensor]
     ) -> dict[int, RowBlock | Corrupt]:
-        """Score the group in one call, because call overhead dominates for short sequences."""
+        """Score the queries with the indices `group` in one call; return the answers by index.
+
+        For short sequences, the overhead of a call takes most of the time.
+        """
         try:
             block = self._compute_rows([queries[i] for i in group], [states[i] for i in group])
         except Corrupt as error:

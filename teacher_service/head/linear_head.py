@@ -20,9 +20,10 @@ _PROBE_VOCABULARY = 32
 
 @dataclass(frozen=True)
 class HeadTensors:
-    """Names of the tensors of the head's weight and bias, and the weight's number of rows.
+    """Names of the tensors of the head's weight and bias in the files of a model.
 
-    scale_and_cap: how their products become logits.
+    - vocab_size: number of rows of the weight.
+    - scale_and_cap: how the products of the head become logits.
     """
 
     weight: StoredWeight
@@ -57,7 +58,7 @@ def _list_names(model: Any, parameter: Tensor) -> list[str]:
 
 
 class _BodyOutput(BaseModelOutputWithPast):  # type: ignore[misc]
-    """The output of a body; every other field (router logits, ...) is None."""
+    """The output of a model's body with only the hidden states; every other field is None."""
 
     def __getattr__(self, name: str) -> None:
         return None

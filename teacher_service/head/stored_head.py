@@ -31,7 +31,7 @@ _ACTIVATION_SCALE = "input_scale"  # rounds the head's inputs, and does not chan
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """Names of the tensors of the head's weight; `scales` is None for an unquantised weight."""
+    """Names of the tensors of the head's weight: its values, and its scales if it is quantised."""
 
     weight: str
     scales: str | None = None
@@ -178,7 +178,7 @@ def _list_layer_tensors(path: Path, names: Sequence[str]) -> dict[str, _TensorIn
 
 
 def _find_quantised_tensor(tensors: Mapping[str, _TensorInfo], weight: str) -> str | None:
-    """Return a tensor of the weight's layer that only quantised layers have; or None."""
+    """Return the name of a tensor that shows that the layer of `weight` is quantised, or None."""
     layer = weight.rpartition(".")[0] + "."
     plain = (layer + "weight", layer + "bias")
     layer_tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(layer)}

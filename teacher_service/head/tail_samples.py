@@ -43,7 +43,10 @@ def draw_at(weights: Tensor, running: Tensor, levels: Tensor) -> Tensor:
 
 
 def _split_rows(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Split the rows of `tensors`, weights first and levels last, so that temporaries are small."""
+    """Split the rows of `tensors` into parts, so that temporary tensors of a part are small.
+
+    The first tensor has the weights, the last tensor the levels.
+    """
     weights, levels = tensors[0], tensors[-1]
     row_bytes = _SUM_BYTES * weights.shape[1] // _GROUP + _DRAW_BYTES * levels.shape[1]
     split_rows = max(1, _MAX_BYTES[weights.device.type] // row_bytes)
@@ -64,7 +67,8 @@ def _draw_at(weights: Tensor, running: Tensor, levels: Tensor) -> Tensor:
 def running_sums(weights: Tensor) -> Tensor:
     """Return the running sums over groups of `weights`, float64 [n, G].
 
-    The V weights [n, V] of a row are added in G groups; entry g is the sum of the groups 0 to g.
+    The V weights of a row are added in G groups. Entry g is the sum of all weights of the groups 0
+    to g.
     """
     return _accumulate(_sum_groups(weights).double())
 
@@ -80,7 +84,7 @@ def levels_of(shares: Tensor, total: Tensor) -> Tensor:
 def level_below(levels: Tensor, total: Tensor) -> Tensor:
     """Return `levels` [n, M], each at most the largest number below `total` [n, 1].
 
-    A level that is rounded up to the total would fall after the last entry.
+    Rounding can make a level equal to the total, and this level would be after the last entry.
     """
     return torch.minimum(levels, total.nextafter(torch.zeros_like(total)))
 

@@ -14,9 +14,9 @@ _GROUP = 64  # logits per group in the top-k search
 
 
 class Vocabulary:
-    """All ids of a model, in one process: every tensor of logits has all ids.
+    """All ids of a model, in one process: every tensor of logits has a column for every id.
 
-    `VocabularyShard` has a part of the ids, and the same methods.
+    The subclass `VocabularyShard` has a part of the ids, and the same methods.
     """
 
     def mask_(self, logits: Tensor) -> Tensor:
@@ -30,8 +30,9 @@ class Vocabulary:
     def take_(self, logits: Tensor, ids: Tensor, removed: int) -> tuple[Tensor, Tensor]:
         """Return the logits [n, c] of `ids` [n, c], and the largest logit [n] of all other ids.
 
-        Sets the logits of the first `removed` ids of a row to -inf; the other ids include the
-        remaining columns of `ids`.
+        The first `removed` columns of `ids` are the head: their logits are set to -inf. All ids
+        that are not in these columns are "other ids", even if they are in the remaining columns of
+        `ids`.
         """
         values = logits.gather(-1, ids)
         return values, logits.scatter_(-1, ids[:, :removed], -torch.inf).amax(-1)

@@ -46,7 +46,7 @@ class VocabularyShard(Vocabulary):
 
     @property
     def ids(self) -> range:
-        """The ids of this rank that the model has."""
+        """The ids of the model that belong to this rank."""
         first = self.rank * self.width
         return range(min(first, self.size), min(first + self.width, self.size))
 
@@ -78,7 +78,7 @@ class VocabularyShard(Vocabulary):
         return ids.gather(-1, values.topk(count, dim=-1).indices).long()
 
     def take_(self, logits: Tensor, ids: Tensor, removed: int) -> tuple[Tensor, Tensor]:
-        """Return the logits of `ids` [n, c], and the largest other logit; see Vocabulary."""
+        """Return the logits of `ids` [n, c], and the largest other logit; see Vocabulary.take_."""
         places = ids - self.rank * self.width
         is_local = (places >= 0) & (places < self.width)
         places = places.clamp_(0, self.width - 1)
@@ -98,8 +98,8 @@ class VocabularyShard(Vocabulary):
     def draw(self, weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ids [n, M] that `uniforms` select, and their weights [n, M].
 
-        The ids equal the draws of one process from the weights of all ranks, except for uniforms
-        within a float64 rounding error of the border between two ids.
+        One process with the weights of all ranks would draw the same ids. Only a uniform at the
+        border between two ids, within a float64 rounding error, may select the other id.
         """
         running = running_sums(weights)
         mass = running[:, -1:]
@@ -116,7 +116,7 @@ class VocabularyShard(Vocabulary):
         return sample_ids.long(), sample_weights.float()
 
     def _count_ids(self, rank: int) -> int:
-        """Return the number of a rank's ids that the rows cover."""
+        """Return how many ids of the rank `rank` are in the vocabulary of the rows."""
         vocab_size = (
             self.size if self.requested_size is None else min(self.requested_size, self.size)
         )

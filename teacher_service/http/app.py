@@ -44,7 +44,10 @@ _JSON_HEADERS = [(b"content-type", b"application/json")]
 
 @dataclass
 class HttpTeacher:
-    """The parts of the service that the pages need; `created` is its start, in Unix seconds."""
+    """The parts of the teacher that the pages (routes) use, and the handlers of the GET pages.
+
+    `created` is the start of the teacher in Unix seconds.
+    """
 
     scorer: RowScorer
     dispatcher: Dispatcher
@@ -80,23 +83,26 @@ class HttpTeacher:
         return Response(text, media_type=CONTENT_TYPE)
 
     def completions(self, body: bytes) -> ScoringRequest:
-        """POST /v1/completions."""
+        """Parse the body of POST /v1/completions, with the limits of this teacher."""
         return read_completions(body, self.limits, self.dispatcher.info)
 
     def chosen_ids(self, body: bytes) -> ScoringRequest:
-        """POST /inference/v1/generate."""
+        """Parse the body of POST /inference/v1/generate, with the limits of this teacher."""
         return read_chosen_ids(body, self.limits, self.dispatcher.info)
 
 
 @dataclass(frozen=True)
 class ScoringPage:
-    """A page that scores the sequences that `read` finds in the body of a request (ASGI)."""
+    """A page that answers a request with the rows of its sequences (an ASGI application).
+
+    `read` parses the body of a request.
+    """
 
     teacher: HttpTeacher
     read: Callable[[bytes], ScoringRequest]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request; if the client disconnects, its queries leave the queue."""
+        """Answer a request. If the client disconnects, its queries are removed from the queue."""
         headers = Headers(scope=scope)
         if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             fault = InvalidInput("must be application/json", field="Content-Type", hint="send JSON")
@@ -215,7 +221,9 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 def _estimate_bytes(queries: Sequence[ScoreQuery]) -> int:
-    """Return the estimated bytes of the rows. Raises InvalidInput above the limit."""
+    """Return the estimated size of the rows in bytes. Raises InvalidInput if it is above the
+    limit.
+    """
     id_count = sum(query.rows * (query.k + query.tail_draws) for query in queries)
     size = _HEAD_ID_BYTES * id_count + _ROW_BYTES * sum(query.rows for query in queries)
     if size > MAX_ANSWER_BYTES // 2:
@@ -229,7 +237,10 @@ def _estimate_bytes(queries: Sequence[ScoreQuery]) -> int:
 
 
 def _next_piece(pieces: Iterator[bytes]) -> tuple[bytes, bool]:
-    """Return the next piece of at least _PIECE_BYTES, and whether more may follow."""
+    """Return the next piece of the answer, and False if it is the last piece.
+
+    The parts of `pieces` are joined to at least _PIECE_BYTES, except in the last piece.
+    """
     parts, size = [], 0
     for part in pieces:
         parts.append(part)

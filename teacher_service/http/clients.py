@@ -1,4 +1,4 @@
-"""The clients of the HTTP API: their share of the engine and of the answer budget."""
+"""The clients of the HTTP API. Each client has one share of the engine and of the answer budget."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ MAX_BODIES_BYTES = 256 << 20
 
 @dataclass
 class HttpClient:
-    """The requests of one client in progress: one place in the queue, one share of the budget."""
+    """One client and its requests in progress.
+
+    - share: the client's share of the answer budget.
+    - sender: the client's place in the queue.
+    - requests: number of requests in progress.
+    """
 
     share: BudgetShare
     sender: Sender = field(default_factory=Sender)
@@ -44,8 +49,9 @@ class HttpClient:
 class HttpClients:
     """The clients that have requests in progress.
 
-    A client is a machine with a token: its connections share one place in the queue, because an
-    HTTP client opens a connection for each concurrent request. Use this class from one event loop.
+    A client is a pair of a machine and a token. All its connections share one place in the queue,
+    because an HTTP client opens a connection for each concurrent request. Use this class from one
+    event loop.
     """
 
     def __init__(self, budget: AnswerBudget) -> None:

@@ -58,13 +58,18 @@ class Part(NamedTuple):
 
 
 def format_literal(text: bytes, mask: Mask | None = None) -> Part:
-    """Return the part with the same text for every entry, or only for entries in the mask [...]."""
+    """Return a part with the text `text` for every entry, or only for the entries in `mask`
+    [...].
+    """
     chars = np.frombuffer(text, np.uint8)
     return Part(chars, np.ones(len(chars), bool) if mask is None else mask[..., None])
 
 
 def format_integers(values: NDArray[Any]) -> Part:
-    """Return the digits of integers of shape [...], from 0 to 10^9 - 1, without leading zeros."""
+    """Return a part with the digits of `values` [...], without leading zeros.
+
+    The values are integers from 0 to 10^9 - 1.
+    """
     width = len(str(int(values.max(initial=0))))
     chars = _format_digits(values, width)
     is_shown = values[..., None] >= 10 ** np.arange(width - 1, -1, -1)
@@ -75,7 +80,8 @@ def format_integers(values: NDArray[Any]) -> Part:
 def format_logprobs(values: NDArray[np.floating[Any]]) -> tuple[Part, ...]:
     """Return the parts of log-probs of shape [...], in nats, as -I.FFFFFFFFF.
 
-    Values below LOWEST_LOGPROB are written as LOWEST_LOGPROB, values above 0 (rounding) as -0.
+    Values below LOWEST_LOGPROB are written as LOWEST_LOGPROB. Values above 0, which rounding can
+    cause, are written as -0.
     """
     scaled = np.clip(values.astype(np.float64), LOWEST_LOGPROB, 0.0) * -(10.0**DECIMALS)
     integer_part, fraction = np.divmod(np.rint(scaled).astype(np.int64), 10**DECIMALS)
@@ -86,8 +92,7 @@ def format_logprobs(values: NDArray[np.floating[Any]]) -> tuple[Part, ...]:
 def join_parts(shape: tuple[int, ...], parts: Sequence[Part]) -> bytes:
     """Return the text of entries [*shape], in order; each entry is the concatenation of its parts.
 
-    A part is an array of characters, uint8 [..., width], and a mask of the characters to keep. One
-    selection in numpy joins numbers of different lengths, without a Python object per number.
+    One selection in numpy joins numbers of different lengths, without a Python object per number.
     """
     chars = _concatenate_columns(shape, [part.chars for part in parts], parts)
     mask = _concatenate_columns(shape, [part.mask for part in parts], parts)

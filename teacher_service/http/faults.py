@@ -34,12 +34,17 @@ def fault_answer(fault: DistillError, status: int | None = None) -> Response:
 
 
 async def on_error(request: Request, error: Exception) -> Response:
-    """The application's error handler; see `public_error`."""
+    """Return the HTTP response to an exception in a request (the application's error handler).
+
+    `public_error` decides what a client may read of an error that is not a DistillError.
+    """
     return fault_answer(public_error(error, request.url.path))
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
-    """Answer a path or a method that this server does not have."""
+    """Return the HTTP response to a request for a path or a method that this server does not
+    have.
+    """
     assert isinstance(error, HTTPException)
     path = f"{request.method} {request.url.path}"
     hint = "the pages are /v1/models, /v1/completions, /inference/v1/generate, /health and /metrics"

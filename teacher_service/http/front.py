@@ -36,7 +36,7 @@ class LoadingApp:
         self._app: ASGIApp | None = None
 
     def set_teacher(self, teacher: HttpTeacher) -> None:
-        """Answer from `teacher` from now on."""
+        """Pass all requests to the pages of `teacher` from now on."""
         self._app = make_app(teacher)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -23,9 +23,10 @@ _BASIC = "basic "
 
 
 class TokenGate:
-    """ASGI middleware: every path but HEALTH needs a token of any role, if there are tokens.
+    """ASGI middleware that checks the token of each request, if the teacher has tokens.
 
-    A job's scoped token for teachers is accepted as well.
+    Every path except HEALTH needs a token. Any role is sufficient, and a job's scoped token for
+    teachers too.
     """
 
     def __init__(self, app: ASGIApp, tokens: Tokens, host: str) -> None:

@@ -1,4 +1,4 @@
-"""The fields of an HTTP request, checked, and the sequences to score."""
+"""Parses and checks the fields of an HTTP request, and builds the queries for its sequences."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _SCORES_ONLY = "this teacher scores the tokens of the request, and generates no 
 
 
 class Fields(BaseModel):
-    """The fields of a request; unknown fields are refused."""
+    """Base class for the fields of a request; unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class ScoringRequest(Protocol):
-    """A parsed and checked request."""
+    """A parsed and checked request: the sequences to score, and the text of the answer."""
 
     @property
     def queries(self) -> Sequence[ScoreQuery]:
-        """The sequences to score."""
+        """The queries to score, one per sequence of the request."""
         ...
 
     def text(self, blocks: Sequence[RowBlock], info: ScoringEngineInfo) -> Iterator[bytes]:
@@ -48,7 +48,10 @@ _F = TypeVar("_F", bound=Fields)
 
 
 def read_fields(body: bytes, model: type[_F]) -> _F:
-    """Parse a JSON object. Raises InvalidInput, naming the first wrong field."""
+    """Return the JSON object `body` as an object of the class `model`.
+
+    Raises InvalidInput, naming the first wrong field.
+    """
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
@@ -64,9 +67,10 @@ def read_fields(body: bytes, model: type[_F]) -> _F:
 def require(
     value: object, allowed: Sequence[object], field: str, reason: str = _SCORES_ONLY
 ) -> None:
-    """Raise InvalidInput unless the value of a field is one of `allowed`.
+    """Raise InvalidInput if the value of a field is not one of `allowed`.
 
-    Numbers with the same value are equal: 1 is equal to 1.0. But 1 is not equal to True.
+    `reason` is a part of the message. Numbers with the same value are equal: 1 is equal to 1.0. But
+    1 is not equal to True.
     """
     if any(
         value == allowed_value and isinstance(value, bool) == isinstance(allowed_value, bool)
@@ -81,9 +85,10 @@ def require(
 
 
 def require_temperature(value: float | None, field: str) -> None:
-    """Raise InvalidInput unless log-probs at this temperature equal those at temperature 1.
+    """Raise InvalidInput for a temperature other than 0 and 1; None is the default of 1.
 
-    At temperature 0, vLLM takes the likeliest token, and does not scale log-probs.
+    At temperature 0, vLLM takes the likeliest token and does not scale log-probs, so the log-probs
+    are the same as at temperature 1.
     """
     require(value, (1, 0, None), field, "log-probs here are those of temperature 1")
 
@@ -106,7 +111,7 @@ def find_adapter(name: str | None, info: ScoringEngineInfo) -> str:
 
 
 def refuse(field: str, message: str, hint: str = "") -> NoReturn:
-    """Raise InvalidInput."""
+    """Raise InvalidInput with this message for the request's field."""
     raise InvalidInput(message, field=field, hint=hint)
 
 

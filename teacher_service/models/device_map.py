@@ -46,7 +46,7 @@ def load_head_weights(head: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def log_placement(model: Any) -> None:
-    """Log how many parts of a divided model each device has."""
+    """Log the number of parts of a divided model on each device."""
     part_counts = Counter(str(place) for place in getattr(model, "hf_device_map", {}).values())
     if not part_counts:
         log.info("one device holds the model")

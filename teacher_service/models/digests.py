@@ -86,7 +86,7 @@ def _cache_directory() -> Path:
 
 
 def _identity(file: Path) -> str:
-    """Return a key that changes with the content of a file; "" if there is no such file."""
+    """Return a key that changes when the file changes; "" if there is no such file."""
     path = file.resolve()
     try:
         stat = path.stat()

@@ -91,12 +91,12 @@ def file_facts(path: Path, digests: FileDigests) -> dict[str, object]:
 
 
 def release_of(version: str) -> str:
-    """Return the first two numbers of a library's version: patches and builds do not count."""
+    """Return the first two numbers of a library's version, without patch and build numbers."""
     return ".".join(version.partition("+")[0].split(".")[:2])
 
 
 def _strip_irrelevant(config: Any) -> Any:
-    """Return the config, and every config nested in it, without irrelevant entries."""
+    """Return a copy of `config` without the entries that cannot change a logit, at any depth."""
     if isinstance(config, list):
         return [_strip_irrelevant(entry) for entry in config]
     if not isinstance(config, dict):
@@ -109,7 +109,10 @@ def _model_error(message: str, hint: str) -> InvalidInput:
 
 
 def block_of(quantisation: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the rows and columns of a weight that share one scale; None if no block is given."""
+    """Return (rows, columns) of the blocks of a weight that have one scale each.
+
+    Returns None if the quantisation has no such block.
+    """
     groups = quantisation.get("config_groups") or {}
     schemes = [group.get("weights") or {} for group in groups.values()]
     block_sizes = [quantisation.get("weight_block_size")]

@@ -13,9 +13,10 @@ _FAILED = "failed: "
 
 
 class LoadProgress:
-    """The stage of a start, such as "reading its weights", and the share of the stage that is done.
+    """The progress of a start: the current stage, and the share of the stage that is done.
 
-    One thread writes and others read: each attribute is replaced as a whole.
+    A stage is a text such as "reading its weights". One thread writes and other threads read, so
+    each attribute is replaced as a whole.
     """
 
     def __init__(self) -> None:
@@ -24,7 +25,7 @@ class LoadProgress:
         self._file: Path | None = None
 
     def begin(self, stage: str) -> None:
-        """Begin a stage, whose share is not known yet."""
+        """Begin a stage. Its share is unknown until `set_share` is called."""
         self._share, self._stage = None, stage
 
     @contextmanager
@@ -42,7 +43,7 @@ class LoadProgress:
         self._share = share
 
     def __str__(self) -> str:
-        """Return the stage and its share in percent, if that is known."""
+        """Return the stage, and its share in percent if the share is known."""
         share = self._share
         if file := self._file:
             with suppress(OSError, ValueError):  # the file is empty before the first share
@@ -69,19 +70,19 @@ class LoadProgress:
 
 
 def write_share(file: Path, share: float) -> None:
-    """Write the share for `LoadProgress.follow_process`; a reader never sees half of it."""
+    """Write the share to a file of `follow_process`. A reader never sees an incomplete number."""
     with suppress(OSError), file.open("r+b", buffering=0) as stream:
         stream.write(f"{share:.4f}"[:_WIDTH].encode())
 
 
 def write_failure(file: Path, reason: str) -> None:
-    """Write why the load has failed, for the process that waits for it."""
+    """Write the reason of a failed load to `file`, for the process that waits for the load."""
     with suppress(OSError):
         file.write_text(_FAILED + reason)
 
 
 def read_failure(file: Path) -> str:
-    """Return the text of `write_failure`; "" if there was no failure."""
+    """Return the reason that `write_failure` wrote to `file`; "" if there was no failure."""
     with suppress(OSError):
         text = file.read_text()
         return text.removeprefix(_FAILED) if text.startswith(_FAILED) else ""

@@ -1,4 +1,4 @@
-"""The memory that answers may take in this process, shared by all streams."""
+"""The limit for the memory of answers in this process, which all streams share."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ MAX_UNFINISHED_BYTES = 4 * MAX_REQUEST_BYTES
 
 
 class AnswerBudget:
-    """Limit of the bytes of all answers in this process, computed or waiting for clients.
+    """Limits the bytes of all answers in this process that are computed or wait for their client.
 
-    A stream may use more bytes while its answers have fewer bytes than the free part (dynamic
-    thresholds, Choudhury and Hahne 1998). One stream gets half of the budget, and each of n equal
-    streams gets 1/(n + 1) of the budget, so a new stream always finds free bytes. A stream without
-    answers can always hold one request. Therefore, the process holds at most `max_bytes` and one
-    answer per stream, and `max_unfinished_bytes` of requests that have not arrived completely. Use
+    A stream may read another request while its answers have fewer bytes than the free part of the
+    budget (dynamic thresholds, Choudhury and Hahne 1998). So one busy stream gets half of the
+    budget, and each of n busy streams gets 1/(n + 1) of it: a new stream always finds free bytes. A
+    stream without answers may always read one request.
+
+    `max_unfinished_bytes` limits the requests of which only a part has arrived. In total, the
+    process holds at most `max_bytes`, plus one answer per stream, plus `max_unfinished_bytes`. Use
     this class from one event loop.
     """
 
     def __init__(
         self, max_bytes: int | None = None, max_unfinished_bytes: int = MAX_UNFINISHED_BYTES
     ) -> None:
-        """Create a budget of `max_bytes`; None: MAX_ANSWER_BYTES."""
+        """Create a budget of `max_bytes` bytes; None means MAX_ANSWER_BYTES."""
         self._max_bytes = MAX_ANSWER_BYTES if max_bytes is None else max_bytes
         self._max_unfinished_bytes = max_unfinished_bytes
         self._used = 0
@@ -34,12 +36,12 @@ class AnswerBudget:
         self._release_events: set[asyncio.Event] = set()
 
     def share(self) -> BudgetShare:
-        """Return a share for a new stream, with 0 bytes."""
+        """Return a share of the budget for a new stream; it has 0 bytes at first."""
         return BudgetShare(self)
 
 
 class BudgetShare:
-    """The bytes of one stream in the budget."""
+    """The part of the budget that one stream uses, in bytes."""
 
     def __init__(self, budget: AnswerBudget) -> None:
         self._budget = budget
@@ -60,7 +62,10 @@ class BudgetShare:
         self._budget._used += size
 
     def take_unfinished(self, size: int) -> bool:
-        """Add `size` bytes of an unfinished request; False if all streams then have too many."""
+        """Add `size` bytes of an unfinished request to the share, and return True.
+
+        Returns False and adds nothing if the unfinished requests of all streams would be too large.
+        """
         if self._budget._unfinished + size > self._budget._max_unfinished_bytes:
             return False
         self._unfinished += size
@@ -69,7 +74,9 @@ class BudgetShare:
         return True
 
     def give_back_unfinished(self) -> None:
-        """Give back the bytes of the unfinished request: it is complete, or is dropped."""
+        """Give back the bytes of the unfinished request, because it is complete now or was
+        dropped.
+        """
         size, self._unfinished = self._unfinished, 0
         self._budget._unfinished -= size
         self.give_back(size)

@@ -35,13 +35,17 @@ class Batcher(Dispatcher):
     """Batches queries and scores them on the engine thread.
 
     A batch has at most `max_batch_tokens` tokens, padding included; a longer sequence forms a batch
-    of its own. The next query decides the length: queries of similar length join it, to reduce
-    padding. While the engine is busy, new queries wait and form the next batch. An
-    idle engine waits until no query has arrived for 2 ms, at most 20 ms: queries that follow a step
-    of generation arrive one after the other, and the first would make a forward pass alone.
+    of its own. A batch has the next query of the queue, and those waiting queries whose lengths are
+    nearest to its length, so that there is little padding. While the engine is busy, new queries
+    wait and form the next batch.
 
-    A batch has failed if the engine raised for each of its queries alone, and for a short probe as
-    well, so that the queries are not the cause.
+    An idle engine does not start at once. It waits until no query has arrived for 2 ms, but at most
+    20 ms. Queries that follow a step of generation arrive one after the other, and without the
+    pause the first query would make a forward pass alone.
+
+    If a batch raises an error, each query is scored again alone. The engine has failed if all
+    queries raise an error again, and a short probe query raises an error too. Then the queries are
+    not the cause.
     """
 
     def __init__(self, engine: ScoringEngine, *, max_batch_tokens: int, **options: Any) -> None:
@@ -67,7 +71,7 @@ class Batcher(Dispatcher):
             self._wake.clear()
 
     async def _linger(self) -> None:
-        """Wait until no query of the current burst has arrived for GAP_SECONDS."""
+        """Wait until no query has arrived for GAP_SECONDS, but at most LINGER_SECONDS."""
         deadline = time.monotonic() + LINGER_SECONDS
         arrivals = -1
         while arrivals != self._queue.arrival_count and time.monotonic() < deadline:
@@ -122,14 +126,14 @@ class Batcher(Dispatcher):
     def _score_in_thread(
         self, queries: Sequence[ScoreQuery]
     ) -> tuple[list[EngineAnswer | Exception], Exception | None]:
-        """Return the answers, and the error of the engine if the batch has failed."""
+        """Return the answers, and the error of the engine if the engine has failed, else None."""
         answers = self._score_each(queries)
         if all(is_defect(answer) for answer in answers):
             return answers, self._probe_engine()
         return answers, None
 
     def _probe_engine(self) -> Exception | None:
-        """Score a short query; return the error of the engine, or None."""
+        """Score a short query. Return the error if the engine fails, else None."""
         try:
             self._engine.score([build_probe_query(self._engine.info)])
         except Exception as error:  # noqa: BLE001 (the caller judges it)

@@ -27,7 +27,7 @@ _MAX_DECODED = 16
 
 
 class Dispatcher(ABC):
-    """Sends queries to the engine, in the order of a FairQueue.
+    """Base class: sends queries to the engine, in the order of a FairQueue.
 
     The engine is broken after `max_failures` failures in a row; the subclass defines a failure.
     Then waiting and new queries get Unavailable, `broken` is True, and `on_broken` is called.

@@ -30,9 +30,11 @@ class EngineAnswer:
 class Sender:
     """One client's stream of queries; senders take turns, see FairQueue.
 
-    Queries of a background sender wait until no other query waits. `queries_in_engine` is the
-    number of the sender's queries in the engine. `sends_singly` is True if the sender's previous
-    and current query were each the only query in flight.
+    - is_background: queries of this sender wait until no query of other senders waits.
+    - turn: the turn of the sender's newest query, in tokens.
+    - queries_in_engine: number of the sender's queries in the engine.
+    - sends_singly: True if the sender's previous query and its current query were each alone: the
+      sender had no other query without an answer at the same time.
     """
 
     def __init__(self, *, is_background: bool = False) -> None:
@@ -58,10 +60,12 @@ class Sender:
 
 @dataclass(frozen=True, order=True)
 class QueuedQuery:
-    """A query in the queue, ordered by its turn; `answer` is cancelled if its caller gives up.
+    """A query in the queue. Queries are ordered by `is_background`, `turn` and `number`.
 
-    `is_background` is copied from the sender, `turn` is in tokens, `number` is the order of
-    arrival.
+    - is_background: the value of the sender.
+    - turn: the query's turn in tokens, see FairQueue.
+    - number: order of arrival.
+    - answer: a future, which is cancelled if the caller does not need the answer any more.
     """
 
     is_background: bool
@@ -95,7 +99,7 @@ class FairQueue:
 
     @property
     def arrival_count(self) -> int:
-        """Number of queries that have ever been added."""
+        """Number of queries that were added since the start."""
         return self._arrivals
 
     @property
@@ -158,12 +162,12 @@ class FairQueue:
         heapq.heappush(self._heap, entry)
 
     def fail(self, error: Exception) -> None:
-        """Answer all queries that wait with an error."""
+        """End all waiting queries with this error."""
         for entry in self._heap:
             if not entry.answer.done():
                 entry.answer.set_exception(error)
 
     def cancel(self) -> None:
-        """Cancel all queries that wait."""
+        """Cancel all waiting queries."""
         for entry in self._heap:
             entry.answer.cancel()

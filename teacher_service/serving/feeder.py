@@ -35,14 +35,15 @@ class Feeder(Dispatcher):
     """Keeps about four steps of tokens in the engine, and answers each query when it ends.
 
     The queries in flight have the tokens of four steps of the engine, without padding, plus at most
-    one query. Therefore a full step is always ready. The query of a sender without queries in
-    flight goes to the engine at once, and comes before all queries that the engine has not begun.
-    Therefore the query of a client with few queries is in the next step, even if another client has
-    a long queue. Several busy clients take turns by tokens.
+    one query. Therefore a full step is always ready. If a sender has no query in flight, its query
+    goes to the engine at once, before all queries that the engine has not begun. Therefore the
+    query of a client with few queries is in the next step, even if another client has a long queue.
+    Several busy clients take turns by tokens.
 
     A full step can take much longer than a single query. Therefore steps are short while one client
-    sends one query at a time and other clients send many, and for one more second. A short step has
-    the tokens of the single query, and the step before has half as many; see SharingScheduler.
+    sends one query at a time and other clients send many, and for one second after that. A short
+    step has the tokens of the single query, and the step before it has half as many; see
+    SharingScheduler.
 
     The engine has failed if a query fails twice and a short probe query fails too.
     """
@@ -102,7 +103,7 @@ class Feeder(Dispatcher):
         entry.answer.add_done_callback(lambda answer: answer.cancelled() and task.cancel())
 
     def _limit_step_tokens(self, single_tokens: int) -> int:
-        """Return the maximum tokens of a step; 0 means a full step.
+        """Return the maximum number of tokens of a step; 0 means a full step.
 
         `single_tokens` is the number of tokens of the query that starts now, if its sender sends
         one query at a time; otherwise 0.
@@ -156,7 +157,7 @@ class Feeder(Dispatcher):
         return EngineAnswer(block, info)
 
     async def _probe_engine(self) -> Exception | None:
-        """Score a short query; return the error of the engine, or None."""
+        """Score a short query. Return the error if the engine fails, else None."""
         try:
             await self._continuous.score_one(build_probe_query(self._engine.info), QuerySchedule())
         except Exception as error:  # noqa: BLE001 (the caller judges it)
@@ -165,5 +166,5 @@ class Feeder(Dispatcher):
 
 
 def _compute_turn_number(entry: QueuedQuery) -> int:
-    """Return the number of a query's turn; background senders follow all others."""
+    """Return the turn of a query as an integer. Queries of background senders follow all others."""
     return int(entry.turn) + (_BACKGROUND_TURN if entry.is_background else 0)

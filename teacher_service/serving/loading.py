@@ -34,7 +34,7 @@ class LoadingServicer(teacher_pb2_grpc.TeacherServicer):
         self._teacher: TeacherServicer | None = None
 
     def set_teacher(self, teacher: TeacherServicer) -> None:
-        """Answer with `teacher` from now on."""
+        """Pass all calls to `teacher` from now on."""
         self._teacher = teacher
 
     async def GetInfo(
@@ -53,14 +53,14 @@ class LoadingServicer(teacher_pb2_grpc.TeacherServicer):
     async def Score(
         self, request_iterator: Any, context: Any
     ) -> AsyncIterator[teacher_pb2.ScoreChunk]:
-        """Stream the rows of a stream of requests."""
+        """Stream the rows for each request of the stream; see TeacherServicer."""
         async for chunk in self._loaded_teacher().Score(request_iterator, context):
             yield chunk
 
     async def PushWeights(
         self, request_iterator: Any, context: Any
     ) -> teacher_pb2.PushWeightsReply:
-        """Apply a weight update."""
+        """Apply a weight update to the loaded teacher."""
         return await self._loaded_teacher().PushWeights(request_iterator, context)
 
     def _loaded_teacher(self) -> TeacherServicer:

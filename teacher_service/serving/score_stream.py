@@ -1,4 +1,7 @@
-"""One Score call: many requests in flight, answered in any order; an error fails one request."""
+"""One Score call: many requests are in flight, and their answers are sent in any order.
+
+An error of one request does not end the call.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +40,9 @@ Answer = Callable[[teacher_pb2.ScoreRequest], AsyncIterator[teacher_pb2.ScoreChu
 class RequestParts:
     """Collects the messages of one request of a stream until the request is complete.
 
-    `share`: the stream's part of the memory budget, from which the bytes of the messages are taken.
     If the field `more` of a message is true, a message with further ids or images of the same
-    request follows (protos/teacher.proto).
+    request follows (protos/teacher.proto). `share` is the stream's part of the memory budget; the
+    bytes of the collected messages are taken from it.
     """
 
     def __init__(self, share: BudgetShare) -> None:
@@ -51,11 +54,14 @@ class RequestParts:
 
     @property
     def is_unfinished(self) -> bool:
-        """True if a message has arrived whose request needs further messages."""
+        """True if a part of a request has arrived, and its further messages have not."""
         return self._first is not None
 
     def add(self, message: teacher_pb2.ScoreRequest) -> list[Request]:
-        """Return the requests that `message` completes, each with its error or None."""
+        """Add a message. Return the requests that are complete now, each with its error or None.
+
+        If `message` belongs to a new request, the unfinished request is returned with an error.
+        """
         requests: list[Request] = []
         if self._first is not None and message.request_id != self._first.request_id:
             requests += self.take_unfinished()
@@ -87,7 +93,10 @@ class RequestParts:
                 self._is_refused = True
 
     def _hold_first(self, message: teacher_pb2.ScoreRequest) -> None:
-        """Count the fields of the first message that are not collected, such as token ids."""
+        """Take memory for the other fields of the first message, such as the token ids.
+
+        The fields of _FIELDS are removed from the message, because they are collected separately.
+        """
         for name in _FIELDS:
             message.ClearField(name)
         size = message.ByteSize()
@@ -191,7 +200,7 @@ class ScoreStream:
         self._reader.cancel()
 
     def fail(self, fault: DistillError) -> None:
-        """End the stream with `fault` in place of further answers."""
+        """End the stream with the error `fault`; requests in flight get no answer."""
         self._fault = fault
         for task in (self._reader, *self._answers):
             task.cancel()
@@ -217,7 +226,10 @@ class ScoreStream:
     async def _next_message(
         self, messages: AsyncIterator[teacher_pb2.ScoreRequest], parts: RequestParts
     ) -> teacher_pb2.ScoreRequest | None:
-        """Return the next message, None at the end. Raises InvalidInput if a part is missing."""
+        """Return the next message, or None at the end of the requests.
+
+        Raises InvalidInput if the next message of an unfinished request does not arrive in time.
+        """
         try:
             async with asyncio.timeout(PART_SECONDS if parts.is_unfinished else None):
                 return await anext(messages, None)
@@ -277,7 +289,8 @@ class ScoreStream:
 def _estimate_answer_bytes(request: teacher_pb2.ScoreRequest, limits: RequestLimits) -> int:
     """Return the estimated memory of the answer, and of its images, in bytes.
 
-    The request is not validated yet. A request that will be refused for its sizes counts 0 rows.
+    The request is not validated yet. For a request that is too large and will be refused, the
+    number of rows is taken as 0.
     """
     rows = max(0, len(request.token_ids) // 4 - request.start)
     if (

@@ -1,4 +1,4 @@
-"""Returns the rows of validated queries: from the cache, or from the engine."""
+"""Returns the rows of validated queries, from the cache or from the engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RowAnswer:
 
 @dataclass(eq=False)
 class _Flight:
-    """A scoring in progress; several equal queries may wait for it."""
+    """A scoring in progress. `waiters` is the number of equal queries that wait for its result."""
 
     task: asyncio.Task[RowAnswer]
     waiters: int = 0
@@ -54,9 +54,9 @@ class RowScorer:
     async def score(self, query: ScoreQuery, sender: Sender | None = None) -> RowAnswer:
         """Return the rows of `query`, all from one version of the weights.
 
-        For `sender`, see FairQueue. Equal queries are scored once, but a query of a
-        background sender is not joined with an equal query of another sender, because the other
-        sender would then wait for background work.
+        For `sender`, see FairQueue. Equal queries in flight are scored once. There is one
+        exception: a query of a background sender and an equal query of another sender are scored
+        separately, because the other sender would otherwise wait for background work.
 
         If a weight update is applied before the query is scored, the rows are from the new version.
         Raises Overloaded if the queue is full, or the error of the engine.
@@ -115,10 +115,11 @@ def _encode_rows(block: RowBlock, query: ScoreQuery) -> EncodedRows:
 def split_into_chunks(
     answer: RowAnswer, query: ScoreQuery, request_id: str, next_position: int
 ) -> Iterator[teacher_pb2.ScoreChunk]:
-    """Yield the rows from `next_position` on (0: all), in order, in chunks of MAX_CHUNK_BYTES.
+    """Yield the rows from position `next_position` on, in order, in chunks of MAX_CHUNK_BYTES.
 
-    Every chunk has the digest of all rows of the sequence, so that a client which resumes notices a
-    different scoring.
+    `next_position` 0 means all rows. Every chunk has the digest of all rows of the sequence. A
+    client that resumes compares the digests, and so notices if the rows were computed again with
+    another result.
     """
     encoded_rows = answer.rows
     row_bytes = max(1, (len(encoded_rows.encoded) - HEADER_BYTES) // query.rows + 1)

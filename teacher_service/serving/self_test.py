@@ -28,9 +28,12 @@ def run_self_test(engine: ScoringEngine) -> float:
     """Score a short sequence twice alone, in a batch, and with its own tokens as head ids.
 
     Returns the largest difference in nats between two scorings of a token. Raises WrongState in
-    these cases: the difference exceeds rounding (for a batch-invariant engine: is not 0), a row
-    depends on later tokens (the model is not causal), a token's log-prob differs from the head
-    log-prob of the same id, or the probabilities of a row do not sum to 1.
+    these cases:
+
+    - the difference exceeds rounding; for a batch-invariant engine: the difference is not 0
+    - a row depends on later tokens: the model is not causal
+    - a token's log-prob differs from the head log-prob of the same id
+    - the probabilities of a row do not sum to 1
     """
     info = engine.info
     rng = np.random.default_rng(0)

@@ -32,7 +32,7 @@ _TOKENS_PER_CHUNK = 2048
 
 
 class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
-    """The service distill.v1.Teacher. Errors propagate to the error interceptor of the server."""
+    """The gRPC service distill.v1.Teacher. The server's error interceptor handles all errors."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
     async def Score(
         self, request_iterator: Any, context: Any
     ) -> AsyncIterator[teacher_pb2.ScoreChunk]:
-        """Stream the rows of a stream of requests; the error of a request is sent as a chunk.
+        """Stream the rows for each request of the stream; an error of a request is sent as a chunk.
 
         If the client names a teacher in the metadata, raises WrongState if this is another teacher
         or version, and Unavailable if a weight update is applied during the call or the engine is

@@ -97,7 +97,7 @@ def parse_request(request: teacher_pb2.ScoreRequest, limits: RequestLimits) -> S
 
 
 def refuse_adapter(name: str, adapter_names: Iterable[str]) -> NoReturn:
-    """Raise the InvalidInput for an adapter that this teacher does not have."""
+    """Raise InvalidInput for the adapter `name`, which this teacher does not have."""
     names = ", ".join(sorted(adapter_names))
     _refuse(
         "adapter",
@@ -111,8 +111,8 @@ def _narrow_limits(
 ) -> tuple[RequestLimits, int | None]:
     """Return the limits for the ids of the request, and the query's `vocab_size`.
 
-    A request that gives the number of all logits is the same query, with the same cache key, as a
-    request that gives no number.
+    If the request's number of logits is the number of all logits, the result is the same as without
+    a number. So both requests have the same cache key.
     """
     size = request.vocab_size or limits.vocab_size
     if size > limits.vocab_size:
@@ -167,7 +167,7 @@ def _parse_draws(
 def _parse_images(
     request: teacher_pb2.ScoreRequest, token_ids: NDArray[np.int32], limits: RequestLimits
 ) -> tuple[bytes, ...]:
-    """Return the images of the request; each has one placeholder, in the tokens before `start`."""
+    """Return the images of the request. Each image needs one placeholder token before `start`."""
     sizes, data = request.image_sizes, request.images
     if limits.placeholder is None:
         if sizes or data:

@@ -44,7 +44,7 @@ Parts = AsyncIterator[teacher_pb2.WeightsPart]
 
 
 class WeightUpdater:
-    """Applies weight updates to an engine: one push at a time, all or nothing."""
+    """Applies weight updates to an engine, one push at a time. A failed push changes no weight."""
 
     def __init__(self, engine: ScoringEngine, dispatcher: Dispatcher) -> None:
         self._engine = engine
