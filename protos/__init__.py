@@ -1,7 +1,8 @@
 """Code that all programs share.
 
-This is the contract between programs (messages, the row codec, errors, transport, access), and the
-common parts of services (options, logging, metrics pages, an HTTP server, the processes of vLLM).
+This is the contract between the programs: messages, the codec of rows, errors, transport and access
+control. It is also the common part of the services: options, logging, metrics pages, an HTTP
+server, and the processes of vLLM.
 """
 
 import os

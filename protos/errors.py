@@ -1,8 +1,9 @@
 """The exceptions that users can see: one class per category, on the server and on the client.
 
-An exception has the fault (`message`), the wrong key or option (`field`) and the remedy (`hint`).
-Servers convert exceptions to gRPC statuses with `google.rpc.ErrorInfo` (`rpc/statuses.py`). Clients
-convert statuses back to exceptions. The CLI prints the exception and exits with its `exit_code`.
+An exception has a text about the problem (`message`), the wrong key or option (`field`), and the
+remedy (`hint`). Servers convert exceptions to gRPC statuses with `google.rpc.ErrorInfo`
+(`rpc/statuses.py`). Clients convert statuses back to exceptions. The CLI prints the exception and
+exits with its `exit_code`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class ErrorCode(StrEnum):
 
 
 class DistillError(Exception):
-    """Base class of all categories; only its subclasses are raised.
+    """Base class of all categories. Only its subclasses are raised.
 
     `code` and `exit_code` are class attributes. `str(error)` is "FIELD: MESSAGE; HINT".
     """
@@ -74,7 +75,7 @@ class InvalidInput(DistillError, ValueError):
 
 
 class Unauthenticated(DistillError, PermissionError):
-    """The server needs a token, and the call has none that the server accepts."""
+    """The call needs a token, and has no token or one that the server does not accept."""
 
     code = ErrorCode.UNAUTHENTICATED
     exit_code = ExitCode.REFUSED
@@ -156,11 +157,14 @@ _INFRASTRUCTURE = frozenset(error.code.value for error in (Unavailable, Overload
 
 
 def is_infrastructure(code: str) -> bool:
-    """Return True if an ErrorCode names an error of services or machines, not of the job."""
+    """Return True if the ErrorCode `code` names an error of services or machines, not of a job."""
     return code in _INFRASTRUCTURE
 
 
 def error_of(code: str, message: str, *, field: str = "", hint: str = "") -> DistillError:
-    """Return the exception for the name of an ErrorCode; an unknown name makes an InternalFault."""
+    """Return an exception of the category with the ErrorCode `code`.
+
+    If no ErrorCode has this name, the exception is an InternalFault.
+    """
     category = next((c for c in CATEGORIES if c.code == code), InternalFault)
     return category(message, field=field, hint=hint)

@@ -33,8 +33,8 @@ def version() -> str:
 def missing_packages(extra: str) -> list[str]:
     """Return the packages of `extra` that are not installed, in the order of the metadata.
 
-    The list is empty if the distribution itself is not installed (a bare source tree). The packages
-    are unknown then, and a failing import gives the better message.
+    In a bare source tree, the distribution itself is not installed, and its packages are not known.
+    The list is then empty, and a failing import gives the better message.
     """
     return [name for name in map(_name_of, _requirements_of(extra)) if not _is_installed(name)]
 
@@ -42,9 +42,9 @@ def missing_packages(extra: str) -> list[str]:
 def install_command(extra: str) -> str:
     """Return the pip command that installs `extra`.
 
-    The command names the checkout or wheel file that this package was installed from, with `-e` if
-    the checkout is installed in editable mode. If the source is unknown, the command names the
-    packages of the extra. The command starts with the pip of this Python's environment.
+    The command starts with the pip of this Python's environment. It names the checkout or the wheel
+    file from which this package was installed, with `-e` for a checkout in editable mode. If this
+    source is not known, the command names the packages of the extra.
     """
     source = _install_source()
     if source is not None:
@@ -59,8 +59,9 @@ def require_extra(
 ) -> None:
     """Raise InvalidInput if a package of `extra` is not installed.
 
-    `purpose` is the subject of the message, such as "training". `field` is the key that needs the
-    extra. `only` has the names of the needed packages, if not all packages of the extra are needed.
+    - `purpose`: subject of the message, such as "training"
+    - `field`: the key that needs the extra
+    - `only`: names of the packages to check; None: all packages of the extra
     """
     missing = [name for name in missing_packages(extra) if only is None or name in only]
     if missing:
@@ -73,7 +74,7 @@ def require_extra(
 
 
 def _requirements_of(extra: str) -> list[str]:
-    """Return the requirements of `extra`, including those of extras that it refers to."""
+    """Return the requirements of `extra`. If it includes other extras, add their requirements."""
     try:
         requirements = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
@@ -115,9 +116,10 @@ def _pip_command() -> str:
 
 
 def _install_source() -> tuple[str, bool] | None:
-    """Return where the package was installed from (PEP 610), and whether it is editable.
+    """Return the source of the installation (PEP 610), and whether the installation is editable.
 
-    The source is a checkout or a wheel file. Returns None if the source is unknown or missing.
+    The source is the path of a checkout or of a wheel file. Returns None if the source is not known
+    or does not exist any more.
     """
     try:
         text = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")

@@ -19,7 +19,10 @@ _NAMES = {"win32": "Windows", "darwin": "macOS"}
 
 
 def require_linux(program: str) -> None:
-    """Raise InvalidInput on another system. `program`: the subject of the message."""
+    """Raise InvalidInput if the operating system is not Linux.
+
+    `program`: the subject of the message.
+    """
     if sys.platform != "linux":
         raise InvalidInput(
             f"{program} needs Linux, and this is {_NAMES.get(sys.platform, sys.platform)}",
@@ -36,14 +39,17 @@ def count_cores() -> int:
 
 
 def write_utf8() -> None:
-    """Let files and pipes of Windows get UTF-8 from the standard streams, as on other systems."""
+    """Set the encoding of stdin, stdout and stderr to UTF-8 on Windows.
+
+    Other systems use UTF-8 already.
+    """
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if IS_WINDOWS and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8")
 
 
 def sync_directory(path: Path) -> None:
-    """Sync the entries of a directory to disk; on Windows, which cannot do this, do nothing."""
+    """Sync the entries of a directory to disk. Do nothing on Windows, which cannot do this."""
     if IS_WINDOWS:
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -63,10 +69,10 @@ def write_at(descriptor: int, data: bytes, offset: int) -> None:
 
 
 def reserve_space(descriptor: int, size: int) -> None:
-    """Let an open file have at least `size` bytes, and on Linux the disk space for all of them.
+    """Make an open file at least `size` bytes long. On Linux, also reserve the space on the disk.
 
-    A page of a mapped file without space on the disk would end the process. Raises OSError if the
-    disk is full.
+    Without the reserved space, a write to the mapped file would end the process when the disk is
+    full. Raises OSError if the disk is full.
     """
     if sys.platform == "linux":
         os.posix_fallocate(descriptor, 0, size)

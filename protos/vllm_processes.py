@@ -1,6 +1,6 @@
-"""The processes of vLLM: their start, and the exit of this program when one of them dies.
+"""Starts the processes of vLLM, and ends this program if one of them dies.
 
-The teacher and the rollout service, which run vLLM, use this module.
+The teacher and the rollout service, which both run vLLM, use this module.
 """
 
 from __future__ import annotations
@@ -50,26 +50,31 @@ def require_vllm() -> None:
 
 
 def set_environment() -> None:
-    """Set the variables that vLLM reads, unless they are set. Call it before importing vllm."""
+    """Set the environment variables that vLLM reads, without changing those that are already set.
+
+    Call this before vllm is imported.
+    """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 def executor(processes: int) -> str | None:
-    """Return vLLM's `distributed_executor_backend` for `processes` workers; None: vLLM's choice.
+    """Return the value of vLLM's `distributed_executor_backend`; None: the default of vLLM.
 
-    A single worker runs in the process of vLLM's scheduler. On a CPU, vLLM would by default start a
-    separate process for the worker, and the scheduler would wait for that process in a busy loop,
-    which takes a core from the worker. The separate process would only set OpenMP's variables,
-    which `set_environment` and `--threads` set. The class is given by its name, because vLLM
-    replaces "uni" on a CPU.
+    `processes`: the number of workers. A single worker shall run in the process of vLLM's
+    scheduler. On a CPU, vLLM by default starts a separate process for the worker. The scheduler
+    then waits for that process in a busy loop, which takes a core from the worker. The separate
+    process has no benefit: it only sets OpenMP's variables, which `set_environment` and `--threads`
+    set. The value is the full name of the class, because vLLM replaces the short name "uni" on a
+    CPU.
     """
     return "vllm.v1.executor.uniproc_executor.UniProcExecutor" if processes == 1 else None
 
 
 @contextmanager
 def stdout_on_stderr() -> Iterator[None]:
-    """Redirect stdout (file descriptor 1) to stderr in the block, for processes that it starts.
+    """During the block, send stdout (file descriptor 1) to stderr, also for processes that start in
+    it.
 
     Libraries in vLLM's processes print to stdout, but other programs parse the stdout of this
     process.
@@ -85,21 +90,25 @@ def stdout_on_stderr() -> Iterator[None]:
 
 
 class DeathWatch:
-    """Exits this process with code 1 when a process of vLLM dies, so that a supervisor restarts it.
+    """Exits this process with code 1 when a process of vLLM dies. A supervisor then restarts it.
 
-    The process exits without sending errors, so that clients fail over: an error would be final for
-    a request, but after a broken connection the client sends the request again, to any service.
+    The process exits without sending errors to its clients. A client would treat an error as the
+    final result of its request. After a broken connection, the client sends the request again, to
+    any service.
     """
 
     def __init__(self, llm: Any, program: str) -> None:
-        """Watch `llm`, an AsyncLLM. `program` is the program's name in the log: "this teacher"."""
+        """Watch the processes of vLLM from now on, on a thread.
+
+        `llm`: an AsyncLLM. `program`: the program's name in the log, such as "this teacher".
+        """
         self._llm = llm
         self._program = program
         self._is_closed = False
         threading.Thread(target=self._poll, name="vllm-watch", daemon=True).start()
 
     def check(self) -> None:
-        """Exit if vLLM is dead."""
+        """Exit this process if a process of vLLM has died."""
         if self._llm.errored and not self._is_closed:
             self.exit("a process of vLLM died")
 
@@ -109,11 +118,14 @@ class DeathWatch:
         os._exit(_DEATH_EXIT_CODE)
 
     def close(self) -> None:
-        """End the watch, because vLLM will be stopped on purpose."""
+        """End the watch. Call this before the program stops vLLM itself."""
         self._is_closed = True
 
     def _poll(self) -> None:
-        """Poll for a dead vLLM: vLLM can die between requests, or without answering a request."""
+        """Check vLLM every few seconds.
+
+        vLLM can die between requests, or without answering a request.
+        """
         while not self._is_closed:
             time.sleep(_WATCH_SECONDS)
             self.check()

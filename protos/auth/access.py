@@ -79,10 +79,10 @@ _NAME_DIGITS = 8
 
 @dataclass(frozen=True)
 class Caller:
-    """Who makes a call: the role, the owner and the name of the token.
+    """The role, the owner and the name of the token of a call.
 
-    `owner` is "" if the token has no owner. `token` is the name: the first digits of the token's
-    SHA-256. On a server without tokens, every caller has role ADMIN, and no owner and no name.
+    `owner` is "" if the token has no owner. `token` is the name of the token: the first digits of
+    its SHA-256. On a server without tokens, every caller has the role ADMIN, no owner and no name.
     """
 
     role: Role = Role.ADMIN
@@ -92,7 +92,13 @@ class Caller:
 
 @dataclass(frozen=True)
 class _Digests:
-    """Digests of tokens with their roles and owners, and the keys that verify derived tokens."""
+    """What the server stores about its tokens.
+
+    - `roles`: the digest and the role of each token
+    - `keys`: for each token, the key that verifies tokens derived from it, in the order of `roles`
+    - `owners`: the owner of each token, by digest
+    - `quotas`: the quota of each owner
+    """
 
     roles: Sequence[tuple[bytes, Role]]
     keys: Sequence[bytes]
@@ -108,10 +114,12 @@ class _Digests:
 
 
 class Tokens:
-    """The tokens that a server accepts. An empty set is false: the server then needs no token.
+    """The tokens that a server accepts. An object without tokens is false: the server needs no
+    token.
 
-    Holds SHA-256 digests and derived signing keys, never the tokens. Thread-safe: `reload` replaces
-    all of them at once. `file` is the token file, None if there is no file.
+    The object holds SHA-256 digests and derived signing keys, never the tokens. It is thread-safe:
+    `reload` replaces all digests and keys at once. `file` is the token file; None if there is no
+    file.
     """
 
     def __init__(
@@ -120,9 +128,11 @@ class Tokens:
         terms: Mapping[str, Terms] | None = None,
         file: Path | None = None,
     ) -> None:
-        """Digest the tokens. `roles` maps each token to its role, `terms` to its owner and quota.
+        """Compute the digests of the tokens.
 
-        Raises InvalidInput if two tokens of an owner have different quotas.
+        `roles`: the role of each token. `terms`: the owner and quota of each token. `file`: the
+        token file for `reload`. Raises InvalidInput if two tokens of an owner have different
+        quotas.
         """
         self.file = file
         self._digests = _Digests(
@@ -140,28 +150,32 @@ class Tokens:
 
     @property
     def quotas(self) -> Mapping[str, Quota]:
-        """The quotas of the owners, by name."""
+        """The quota of each owner, by the owner's name."""
         return self._digests.quotas
 
     def reload(self, check: Callable[[Tokens], None]) -> None:
         """Read `file` again, and accept exactly its tokens from now on.
 
-        `check` is called with the new tokens. If it raises, or if `read_tokens` refuses `file`, the
-        old tokens stay.
+        `check` is called with the new tokens, and raises an error to refuse them. If it raises, or
+        if `read_tokens` refuses `file`, the old tokens stay.
         """
         new_tokens = read_tokens(self.file)
         check(new_tokens)
         self._digests = new_tokens._digests
 
     def role_of(self, presented: str) -> Role | None:
-        """Return the role of a token, or None if it is unknown.
+        """Return the role of the token `presented`, or None if the server does not accept the
+        token.
 
-        The time does not depend on which part of the token is wrong.
+        The duration does not depend on which part of the token is wrong.
         """
         return self._digests.role_of(_hash_token(presented))
 
     def caller_in(self, metadata: Any) -> Caller:
-        """Return the caller of an admitted call, from the bearer token in its metadata."""
+        """Return the caller of a call, from the bearer token in its metadata.
+
+        The call must have passed AccessControl.
+        """
         token, digests = _bearer_token(metadata), self._digests
         digest = _hash_token(token or "")
         role = digests.role_of(digest)
@@ -170,10 +184,14 @@ class Tokens:
         return Caller(role, digests.owners.get(digest, ""), digest.hex()[:_NAME_DIGITS])
 
     def scope_of(self, presented: str, *, rollouts: bool = False) -> str | None:
-        """Return `JOB.ATTEMPT` of a token derived from one of these tokens, otherwise None.
+        """Return the scope `JOB.ATTEMPT` of a token that was derived from one of these tokens.
 
-        With `rollouts`, the token must be for rollout services and derived from a token of role
-        ADMIN; otherwise, for teachers. The time does not depend on which part of the tag is wrong.
+        - `presented`: the token of the caller
+        - `rollouts`: False for a token for teachers. True for a token for rollout services, which
+          must be derived from a token with the role ADMIN.
+
+        Returns None for any other token. The duration does not depend on which part of the tag is
+        wrong.
         """
         parts = parts_of(presented)
         if parts is None:
@@ -192,22 +210,25 @@ class Tokens:
         return scope if any(signature_flags) else None
 
     def role_in(self, metadata: Any) -> Role | None:
-        """Return the role of the bearer token in a call's metadata, or None."""
+        """Return the role of the bearer token in a call's metadata. None: it is not accepted."""
         token = _bearer_token(metadata)
         return None if token is None else self.role_of(token)
 
     def scope_in(self, metadata: Any, *, rollouts: bool = False) -> str | None:
         """Return the scope (`JOB.ATTEMPT`) of the bearer token in a call's metadata.
 
-        None if the call has no bearer token, or if `scope_of` returns None for this token.
-        `rollouts`: as in `scope_of`.
+        Returns None if the call has no bearer token, or if `scope_of` returns None for it.
+        `rollouts`: see `scope_of`.
         """
         token = _bearer_token(metadata)
         return None if token is None else self.scope_of(token, rollouts=rollouts)
 
 
 def _bearer_token(metadata: Any) -> str | None:
-    """Return the token of the only `authorization: Bearer TOKEN` header, otherwise None."""
+    """Return the token in the header `authorization: Bearer TOKEN`.
+
+    Returns None if the call has no such header, or several.
+    """
     headers = [value for key, value in metadata or () if key == "authorization"]
     # Refuse two headers, because a proxy in front of this server may have checked the other header.
     if len(headers) != 1 or not isinstance(headers[0], str) or not headers[0].startswith(_BEARER):
@@ -217,7 +238,10 @@ def _bearer_token(metadata: Any) -> str | None:
 
 
 def name_of_token(metadata: Any) -> str:
-    """Return the first digits of the SHA-256 of the token in a call's metadata, known or not."""
+    """Return the first digits of the SHA-256 of the token in a call's metadata.
+
+    The server need not accept the token. Returns "" for a call without a token.
+    """
     token = _bearer_token(metadata)
     return "" if token is None else _hash_token(token).hex()[:_NAME_DIGITS]
 
@@ -299,18 +323,22 @@ OnRefusal: TypeAlias = Callable[[str, Any, str, DistillError], None]
 
 
 def ignore_refusal(action: str, metadata: Any, peer: str, error: DistillError) -> None:
-    """Do nothing, for services without an audit log."""
+    """Do nothing. Services without an audit log use this function as `on_refusal`."""
 
 
 class AccessControl(grpc.aio.ServerInterceptor):
-    """A server interceptor that refuses a call before any of its messages is read.
+    """A server interceptor that checks the token of each call before a message of the call is read.
 
-    It must come after ErrorBoundary in the list of interceptors, so that its exceptions become
+    In the list of interceptors, it must stand after ErrorBoundary, so that its exceptions become
     gRPC statuses. If the server has no tokens, every caller has the role ADMIN.
     """
 
     def __init__(self, tokens: Tokens, on_refusal: OnRefusal = ignore_refusal) -> None:
-        """`on_refusal` is called with the method, metadata, peer and error of a refused call."""
+        """`tokens`: the tokens that the server accepts.
+
+        `on_refusal`: a function that records a refused call, such as an audit log. Its arguments
+        are the method, metadata, peer and error of the call.
+        """
         self._tokens = tokens
         self._on_refusal = on_refusal
 
@@ -338,9 +366,9 @@ class AccessControl(grpc.aio.ServerInterceptor):
     def _refuse(
         self, call: grpc.HandlerCallDetails, create_error: Callable[[], DistillError]
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Return a handler that raises the error, for unary and streaming calls alike.
+        """Return a handler that raises the error, for a method of any kind (unary or streaming).
 
-        gRPC treats both kinds the same until a message is read.
+        gRPC treats unary and streaming methods the same until a message is read.
         """
         details: Any = call
 
@@ -354,11 +382,12 @@ class AccessControl(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _caller_role(self, method: str, metadata: Any) -> Role | None:
-        """Return the caller's role.
+        """Return the caller's role, or None if the token is not accepted.
 
-        A scoped token has the role READ, only at its own kind of service (teacher or rollout). At
-        rollout services, the token of an attempt above 0 has the role ADMIN. Attempt 0 means a
-        server that reads the info of the rollout service.
+        A scoped token is accepted only at the kind of service (teacher or rollout service) that its
+        prefix names, and gives the role READ. At a rollout service, a scoped token with an attempt
+        above 0 gives the role ADMIN. The job server itself uses attempt 0 to read the info of the
+        rollout service.
         """
         role = self._tokens.role_in(metadata)
         if role is not None or not method.startswith((_TEACHER, _ROLLOUTS)):

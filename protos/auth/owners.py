@@ -1,4 +1,4 @@
-"""The owners of tokens, and how much of a server the jobs of an owner may hold at once."""
+"""The owners of tokens, and the limits of the running jobs of each owner."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _NUMBER = re.compile(r"[0-9]{1,6}")
 
 @dataclass(frozen=True)
 class Quota:
-    """The maximum numbers of running jobs, and of their GPUs, of one owner. None: no limit."""
+    """The maximum number of running jobs of one owner, and of the GPUs of these jobs.
+
+    None: no limit.
+    """
 
     jobs: int | None = None
     gpus: int | None = None
@@ -23,16 +26,17 @@ class Quota:
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms after the token in a line of a token file. `owner` is "" without owner=NAME."""
+    """The owner and the quota of a token. `owner` is "" if the token has no owner."""
 
     owner: str = ""
     quota: Quota = Quota()
 
 
 def read_terms(words: Sequence[str], location: str) -> Terms:
-    """Parse the words after a token: `owner=NAME`, then `jobs=N` and `gpus=N`, all optional.
+    """Parse the words after a token in a token file: `owner=NAME`, `jobs=N` and `gpus=N`.
 
-    Raises InvalidInput with `location`. The message quotes no word, because a word may be a token.
+    All words are optional. `location`: file and line for the error. Raises InvalidInput for other
+    words; the message quotes no word, because a word may be a token.
     """
     values: dict[str, str] = {}
     for word in words:
@@ -60,8 +64,8 @@ def read_terms(words: Sequence[str], location: str) -> Terms:
 def quotas_of(terms: Iterable[Terms]) -> Mapping[str, Quota]:
     """Return the quota of each owner who has a quota.
 
-    Raises InvalidInput if two tokens of an owner have different quotas, because both quotas count
-    the same jobs.
+    Raises InvalidInput if two tokens of an owner have different quotas: both quotas would limit the
+    same jobs.
     """
     quota_by_owner: dict[str, Quota] = {}
     for token_terms in terms:

@@ -3,14 +3,14 @@
     scoped.JOB.ATTEMPT.TAG      for teachers
     rollouts.JOB.ATTEMPT.TAG    for rollout services
 
-TAG is the HMAC-SHA256 of the preceding text, in hex; the key is derived from the parent token. A
-server with the parent token recomputes the tag, so scoped tokens are never stored, and a new parent
-token invalidates all scoped tokens.
+TAG is the HMAC-SHA256 of the text before it, in hex. Its key is derived from the parent token. A
+server that has the parent token computes the tag again, so no server stores scoped tokens. After a
+change of the parent token, all its scoped tokens are invalid.
 
-A token for teachers allows reading a teacher's info, vocabulary and rows, for any role of the
-parent. A token for rollout services needs a parent of role admin; the token allows reading a
-rollout service's info, and sampling if the attempt is not 0. Scoped tokens allow no other calls
-(see `access.py`).
+A token for teachers can have a parent of any role. It allows a caller to read a teacher's info,
+vocabulary and rows. A token for rollout services needs a parent of role admin. It allows a caller
+to read the service's info and, if the attempt is not 0, to sample. Scoped tokens allow no other
+calls (see `access.py`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,18 @@ _PURPOSE = b"distill scoped token 1"
 
 
 def signing_key(token: str) -> bytes:
-    """Return the key that signs tags. The token cannot be recovered from the key."""
+    """Return the key that signs the tags of scoped tokens. `token`: the parent token.
+
+    The token cannot be computed from the key.
+    """
     return hmac.digest(token.encode("utf-8", "surrogatepass"), _PURPOSE, "sha256")
 
 
 def scoped_token(parent: str, job: str, attempt: int, *, rollouts: bool = False) -> str:
-    """Return the scoped token of one attempt for teachers or, with `rollouts`, rollout services.
+    """Return the scoped token of one attempt: for teachers or, with `rollouts`, for rollout
+    services.
 
-    `job` is a job id: 1 to 200 characters of a-z, 0-9, "." and "-".
+    `parent`: the parent token. `job`: a job id of 1 to 200 characters a-z, 0-9, "." and "-".
     """
     text = f"{'rollouts' if rollouts else 'scoped'}.{job}.{attempt}"
     token = f"{text}.{_compute_tag(signing_key(parent), text).hex()}"
@@ -43,13 +47,19 @@ def scoped_token(parent: str, job: str, attempt: int, *, rollouts: bool = False)
 
 
 def parts_of(token: str) -> tuple[str, str, bytes] | None:
-    """Split a scoped token into its signed text, `JOB.ATTEMPT` and tag; None if malformed."""
+    """Split a scoped token into three parts; return None if it is not a scoped token.
+
+    The parts are the text that the tag signs, the scope `JOB.ATTEMPT`, and the tag.
+    """
     match = _TOKEN_PATTERN.fullmatch(token)
     return None if match is None else (match[1], match[2], bytes.fromhex(match[3]))
 
 
 def is_signed(key: bytes, text: str, tag: bytes) -> bool:
-    """Return True if `tag` signs `text`. The time does not depend on which part is wrong."""
+    """Return True if `tag` is the signature of `text` with `key`.
+
+    The duration does not depend on which part of the tag is wrong.
+    """
     return hmac.compare_digest(_compute_tag(key, text), tag)
 
 

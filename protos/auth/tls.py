@@ -1,6 +1,7 @@
-"""TLS credentials from PEM files, checked when read: gRPC would report errors only in a call.
+"""TLS credentials from PEM files.
 
-A server can read its files again (`ServerTls.reload`), for example when a certificate is renewed.
+The files are checked when they are read, because gRPC would report errors only in a call. A server
+can read its files again (`ServerTls.reload`), for example after a certificate was renewed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from protos.operating_system import IS_WINDOWS
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """The TLS files named on a server's command line. If all are None, the server uses no TLS."""
+    """The TLS files in a server's options. If all of them are None, the server uses no TLS."""
 
     cert: Path | None = None
     key: Path | None = None
@@ -29,8 +30,8 @@ class TlsFiles:
 class ServerTls:
     """The TLS of a server, for its gRPC and HTTP ports. Thread-safe.
 
-    A new connection gets the certificate that was read last. With `client_ca`, a client must
-    present a certificate that this authority signed (mTLS).
+    A new connection gets the certificate that was read last. With `client_ca`, each client must
+    present a certificate that this authority has signed (mTLS).
     """
 
     def __init__(self, files: TlsFiles) -> None:
@@ -46,13 +47,14 @@ class ServerTls:
 
     @property
     def paths(self) -> Sequence[Path]:
-        """The files."""
+        """The paths of the TLS files, without those that are not set."""
         return [path for path in (self._cert, self._key, self._client_ca) if path is not None]
 
     def reload(self) -> None:
-        """Read the files again, for new connections.
+        """Read the files again. New connections then use the new certificates.
 
-        Raises InvalidInput as `__init__` does; new connections then get the previous certificate.
+        Raises InvalidInput if a file is missing, unreadable or invalid. New connections then get
+        the previous certificate.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         chain = _read_identity(self._cert, self._key, ("--tls-cert", "--tls-key"), context)
@@ -99,9 +101,12 @@ def client_credentials(
 ) -> grpc.ChannelCredentials:
     """Return the TLS credentials of a client.
 
-    `ca` has the accepted certificate authorities; None means the public authorities. `cert` and
-    `key` identify the client (mTLS). Raises InvalidInput if only `cert` or only `key` is given, or
-    if a file is unreadable or invalid.
+    - `ca`: file with the certificate authorities that the client accepts; None: the public
+      authorities
+    - `cert`, `key`: files that identify the client (mTLS); None: the client has no identity
+
+    Raises InvalidInput if only one of `cert` and `key` is given, or if a file is unreadable or
+    invalid.
     """
     fields = ("$DISTILL_TLS_CERT", "$DISTILL_TLS_KEY")
     if (cert is None) != (key is None):
@@ -119,9 +124,10 @@ def client_credentials(
 def _read_identity(
     cert: Path, key: Path, fields: tuple[str, str], context: ssl.SSLContext
 ) -> tuple[bytes, bytes]:
-    """Load the private key and the certificate chain into `context`, and return them.
+    """Load a private key and its certificate chain into `context`, and return both as PEM bytes.
 
-    Raises InvalidInput if they do not match.
+    `fields`: names of the options for `cert` and `key`, for errors. Raises InvalidInput if the key
+    and the certificate do not belong together.
     """
     chain = read_file(cert, fields[0])
     # The group may read the key: Kubernetes mounts a key this way for a program that is not root.
@@ -152,8 +158,10 @@ def _read_roots(path: Path, field: str) -> bytes:
 def read_file(path: Path, field: str, *, secret: int = 0) -> bytes:
     """Return the bytes of a file.
 
-    Raises InvalidInput, naming `field`, if the file cannot be read or if its mode has any bit of
-    `secret` (an octal mask such as 0o077).
+    - `field`: the option that errors name
+    - `secret`: permission bits that the file must not have, such as 0o077; 0: any permissions
+
+    Raises InvalidInput if the file cannot be read, or has one of these bits.
     """
     try:
         with path.open("rb") as file:

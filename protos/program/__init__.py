@@ -1,1 +1,1 @@
-"""The start of a program: options, version, interrupts, logging."""
+"""The common parts of the start of each program: options, version, interrupts and logging."""

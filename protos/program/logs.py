@@ -17,7 +17,7 @@ class LogFormat(StrEnum):
 
 
 class LogLevel(StrEnum):
-    """The least severe level that is logged; `debug` adds a line per request."""
+    """The lowest severity that is logged. `debug` also logs a line per request."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -26,8 +26,9 @@ class LogLevel(StrEnum):
 
 
 def plain(text: str) -> str:
-    """Return `text` in one line: spaces for line breaks, and escapes for control characters, so
-    that text from a job cannot control the terminal.
+    """Return `text` as one line, with spaces for line breaks and escapes for control characters.
+
+    A text from a job can therefore not control the terminal.
     """
     text = " ".join(line for line in text.splitlines() if line)
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -36,8 +37,8 @@ def plain(text: str) -> str:
 def escape_controls(text: str) -> str:
     """Return `text` with escapes for control characters other than tabs and line breaks.
 
-    For text of several lines from a job. A carriage return within a line, as progress bars send it,
-    becomes a line break.
+    Use this for a text of several lines from a job. A carriage return within a line, which progress
+    bars print, becomes a line break.
     """
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     return "".join(
@@ -46,11 +47,10 @@ def escape_controls(text: str) -> str:
 
 
 def start_logging(form: LogFormat, level: LogLevel, package: str) -> None:
-    """Log messages of `level` and above to stderr; from other libraries, only warnings and above.
+    """Log to stderr. Replaces the handlers of the root logger.
 
-    `package` is the package of the program; its subpackages log at the same level.
-
-    Replaces the handlers of the root logger.
+    Messages of `package`, its subpackages, `protos` and `clients` are logged if they have at least
+    `level`. Messages of other libraries must also be at least warnings.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Text() if form is LogFormat.TEXT else _Json())
@@ -63,7 +63,7 @@ def start_logging(form: LogFormat, level: LogLevel, package: str) -> None:
 
 
 def fields(**values: object) -> dict[str, object]:
-    """Return the `extra=` argument of a log call that adds `values` to the event."""
+    """Return the value of the argument `extra` of a log call that adds `values` to the event."""
     return {"fields": values}
 
 

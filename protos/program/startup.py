@@ -1,4 +1,7 @@
-"""The start of a program before the import of its packages: Ctrl-C, checks, threads, exit codes."""
+"""The start of a program before it imports its packages.
+
+This module handles interrupts, checks of packages, the number of threads, and exit codes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from protos.operating_system import count_cores, require_linux
 
 @contextmanager
 def errors_as_exit() -> Iterator[None]:
-    """Print a DistillError in one line, and exit with its exit code."""
+    """If the block raises a DistillError, print it in one line, and exit with its exit code."""
     import typer
 
     from protos.errors import DistillError
@@ -28,7 +31,7 @@ def errors_as_exit() -> Iterator[None]:
 
 
 def exit_unless_linux(program: str) -> None:
-    """Exit with one sentence on another system than Linux."""
+    """If the operating system is not Linux, print one sentence and exit."""
     try:
         require_linux(program)
     except InvalidInput as error:
@@ -37,7 +40,11 @@ def exit_unless_linux(program: str) -> None:
 
 
 def require_packages(extra: str, program: str, only: Collection[str] | None = None) -> None:
-    """Exit with the install command if a package of `extra`, or of `only`, is not installed."""
+    """If a package of `extra` is missing, print the install command and exit.
+
+    `program`: the subject of the message. `only`: names of the packages to check; None: all of
+    them.
+    """
     from protos.extras import require_extra
 
     with errors_as_exit():
@@ -45,9 +52,10 @@ def require_packages(extra: str, program: str, only: Collection[str] | None = No
 
 
 def set_threads(threads: int | None) -> None:
-    """Set the number of CPU threads: `threads`, $OMP_NUM_THREADS, or half of the cores.
+    """Set the number of CPU threads.
 
-    Call it before torch is imported, because torch reads the number only once.
+    The number is `threads`, else $OMP_NUM_THREADS, else half of the cores. Call this before torch
+    is imported, because torch reads the number only once.
     """
     half = max(1, count_cores() // 2)
     os.environ["OMP_NUM_THREADS"] = str(threads or os.environ.get("OMP_NUM_THREADS") or half)
@@ -58,11 +66,11 @@ EXIT_CODE = 130
 
 @contextmanager
 def exit_on_interrupt() -> Iterator[None]:
-    """End the process with exit code 130 at SIGINT, without a traceback.
+    """During the block, SIGINT ends the process with exit code 130 and without a traceback.
 
-    Use it around imports, because a KeyboardInterrupt in an import can be replaced by another
-    exception, or be printed by a C extension. Does nothing if SIGINT has another handler than
-    Python's.
+    Use this around imports: a KeyboardInterrupt during an import can be replaced by another
+    exception, or be printed by a C extension. If SIGINT has another handler than Python's, nothing
+    is changed.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield

@@ -1,1 +1,1 @@
-"""The codec of rows, one for the wire, the caches and the disk, and its compression."""
+"""The codec of rows and its compression. The wire, the caches and the disk use the same format."""

@@ -18,15 +18,16 @@ ROUNDING = 1e-3
 
 
 def are_ids(ids: NDArray[np.int32], vocab_size: int) -> bool:
-    """Return whether all ids are 0 to vocab_size - 1."""
+    """Return whether all ids are at least 0 and less than vocab_size."""
     # As unsigned numbers, negative ids are the largest, so one comparison is enough.
     return not ids.size or bool(ids.view(np.uint32).max() < vocab_size)
 
 
 def are_logprobs(values: NDArray[np.floating[Any]]) -> bool:
-    """Return whether all numbers (float16 or float32) are log-probs: -inf to ROUNDING, not NaN.
+    """Return whether all values (float16 or float32) are log-probs: at most ROUNDING, and not NaN.
 
-    -inf is the log-prob of a token that the model excludes, or that is below float16's range.
+    -inf is a log-prob, too: that of a token that the model excludes, or a value below float16's
+    range.
     """
     if not values.size:
         return True
@@ -43,7 +44,7 @@ def are_logprobs(values: NDArray[np.floating[Any]]) -> bool:
 
 
 def check_rows(block: RowBlock, vocab_size: int) -> None:
-    """Raise Corrupt unless all ids of a block are below vocab_size, and all numbers log-probs."""
+    """Raise Corrupt if a block has an id outside the vocabulary, or a value that is no log-prob."""
     for name in ("head_ids", "tail_sample_ids"):
         ids = getattr(block, name)
         if ids is not None and not are_ids(ids, vocab_size):

@@ -58,19 +58,19 @@ _HIGH_BITS = (np.arange(256)[:, None] >> 2 * np.arange(4) & 3).astype(np.int32) 
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows of n consecutive positions with k head ids each. Log-probs are in nats.
+    """Rows of n consecutive positions, with k head ids each.
 
-    All log-probs are of the softmax over the full vocabulary.
+    All log-probs are of the softmax over the full vocabulary, in nats.
 
-    head_ids [n, k] int32, or None if the reader chose the ids and has them
-    head_logprobs [n, k] float16 or float32
-    tail_logmass [n] float32, the log of the tail mass
-    token_logprobs [n] float32, of the sampled tokens
-    tail_sample_ids [n, M] int32, drawn with replacement from the distribution outside the head
-    tail_sample_logprob [n] float32, the mean log-prob of the tail samples; both are None without
-        samples
-    draw_logprobs [n, M] float16 or float32, of the ids that the student drew from its own tail and
-    keeps itself; None without draws
+    - `head_ids`: int32 [n, k]; None if the reader of the block chose the ids and has them
+    - `head_logprobs`: float16 or float32 [n, k]
+    - `tail_logmass`: float32 [n], the log of the tail mass
+    - `token_logprobs`: float32 [n], the log-probs of the sampled tokens
+    - `tail_sample_ids`: int32 [n, M], drawn with replacement from the distribution outside the
+      head; None without tail samples
+    - `tail_sample_logprob`: float32 [n], the mean log-prob of the tail samples; None without them
+    - `draw_logprobs`: float16 or float32 [n, M], the log-probs of ids that the student drew from
+      its own tail; the student keeps these ids. None without draws.
     """
 
     head_ids: NDArray[np.int32] | None
@@ -130,9 +130,9 @@ def _join_columns(parts: Sequence[Any]) -> Any:
 
 
 def encode_rows(block: RowBlock, *, f32: bool = False) -> bytes:
-    """Encode a block. Log-probs of head and draws are rounded to float16 unless `f32` is true.
+    """Encode a block. If `f32` is False, log-probs of the head and of draws are rounded to float16.
 
-    A log-prob below the range of float16 (-65,504) becomes -inf. Raises ValueError if an id is
+    A log-prob below the range of float16 (-65,504) then becomes -inf. Raises ValueError if an id is
     negative, or if the block has both tail samples and tail draws.
     """
     n, k = block.head_logprobs.shape
@@ -165,9 +165,9 @@ def encode_rows(block: RowBlock, *, f32: bool = False) -> bytes:
 
 
 def compress_rows(data: bytes) -> bytes:
-    """Compress an encoded block with zstd; return `data` itself if the result is not smaller.
+    """Compress an encoded block with zstd. Return `data` itself if the result is not smaller.
 
-    Compressed rows take longer to read. Raises Corrupt if `data` is damaged.
+    A compressed block takes longer to decode. Raises Corrupt if `data` is damaged.
     """
     header, payload = _check_header(data)
     if header.flags & _ZSTD:
@@ -178,14 +178,15 @@ def compress_rows(data: bytes) -> bytes:
 
 
 def is_compressed(data: bytes) -> bool:
-    """Return True if the header has the flag of a compressed payload; checks no other byte."""
+    """Return True if the header says that the payload is compressed. Checks nothing else."""
     return len(data) >= HEADER_BYTES and bool(data[_FLAGS_AT] & _ZSTD)
 
 
 def expand_rows(data: bytes, max_bytes: int) -> bytes:
-    """Undo `compress_rows`, byte for byte. Data that is not compressed is returned unchecked.
+    """Return the encoded block that `compress_rows` compressed, equal in every byte.
 
-    Raises Corrupt if the data is damaged or would expand to more than `max_bytes` bytes.
+    Data that is not compressed is returned without a check. Raises Corrupt if the data is damaged,
+    or if the result would be larger than `max_bytes` bytes.
     """
     if not is_compressed(data):
         return data
@@ -195,18 +196,22 @@ def expand_rows(data: bytes, max_bytes: int) -> bytes:
 
 
 def verify_rows(data: bytes) -> None:
-    """Check an encoded block without expanding it. Raises Corrupt as `decode_rows` does."""
+    """Check an encoded block without expanding it.
+
+    Raises Corrupt if the bytes are damaged, incomplete, or of another version of the codec.
+    """
     _check_header(data)
 
 
 def decode_rows(data: bytes | memoryview, max_bytes: int) -> RowBlock:
     """Check and decode the output of `encode_rows` or `compress_rows`.
 
-    The arrays are views of `data` where the layout allows it, so they may be read-only.
-    `max_bytes` is the maximum size of `data`, compressed and expanded; see `max_encoded_bytes`. The
-    size is checked before the payload is expanded.
+    `max_bytes`: the maximum size of the block, both as it is in `data` and after expansion; see
+    `max_encoded_bytes`. The size is checked before the payload is expanded. The arrays are views of
+    `data` where the layout allows it, so they may be read-only.
 
-    Raises Corrupt if the bytes are cut short, damaged, too many, or of another codec version.
+    Raises Corrupt if the block is incomplete, damaged, too large, or of another version of the
+    codec.
     """
     header, payload = _check_header(data, max_bytes)
     flags, samples, k, n = header
@@ -234,7 +239,10 @@ def decode_rows(data: bytes | memoryview, max_bytes: int) -> RowBlock:
 
 
 def max_encoded_bytes(n: int, k: int, samples: int = 0) -> int:
-    """Return the largest encoded size of n rows with k head ids and `samples` samples or draws."""
+    """Return the largest possible size in bytes of an encoded block of n rows.
+
+    `k`: head ids per row. `samples`: tail samples or tail draws per row.
+    """
     return HEADER_BYTES + _Header(_HAS_IDS | _WIDE_IDS | _F32, samples, k, n).payload_bytes
 
 
@@ -283,7 +291,7 @@ def _add_header(header: _Header, payload: bytes) -> bytes:
 def _check_header(
     data: bytes | memoryview, max_bytes: int | None = None
 ) -> tuple[_Header, memoryview]:
-    """Return header and payload after checking sizes, version and checksum."""
+    """Check the sizes, the version and the checksum of a block. Return its header and payload."""
     view = memoryview(data)
     if len(view) < HEADER_BYTES:
         raise Corrupt(

@@ -21,9 +21,9 @@ LEVEL = 1
 
 
 class Plane(NamedTuple):
-    """A matrix in the payload: [rows, columns] numbers of `width` bytes each.
+    """The size of a matrix in the payload: [rows, columns] numbers of `width` bytes each.
 
-    If `steps` is true, each number is compressed as its difference from its left neighbour.
+    If `steps` is True, each number is replaced by its difference from the number to its left.
     """
 
     rows: int
@@ -38,12 +38,12 @@ class Plane(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """NumPy type of the numbers: unsigned little-endian, whatever they represent."""
+        """NumPy type to read the numbers as: unsigned little-endian integers of the same width."""
         return f"<u{self.width}"
 
 
 def compress(payload: memoryview, planes: Sequence[Plane]) -> bytes:
-    """Compress `payload`. `planes` must cover the whole payload, in order."""
+    """Compress `payload`. `planes`: the planes of the whole payload, in order."""
     parts: list[NDArray[np.uint8]] = []
     offset = 0
     for plane in planes:
@@ -57,7 +57,10 @@ def compress(payload: memoryview, planes: Sequence[Plane]) -> bytes:
 
 
 def expand(data: memoryview, planes: Sequence[Plane]) -> bytes:
-    """Undo `compress` for the same planes. Raises Corrupt if the data is damaged."""
+    """Return the payload that `compress` compressed with the same planes.
+
+    Raises Corrupt if the data is damaged.
+    """
     size = sum(plane.nbytes for plane in planes)
     try:
         # Check the size first: a damaged frame could claim any size, and memory would be reserved.

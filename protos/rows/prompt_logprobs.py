@@ -18,14 +18,14 @@ _MIN_TAIL = 2.0**-24
 def rows_of_listed(
     listed: Sequence[Mapping[str, Any]], token_ids: NDArray[np.int32], k: int
 ) -> RowBlock:
-    """Return the rows of n positions with their k likeliest ids.
+    """Return the rows of n positions, with their k most likely ids as the head.
 
-    `listed` has for each position the dict of vLLM, {id: {"logprob", "rank"}}, with the k likeliest
-    ids and the token. `token_ids` [n] are the tokens at these positions.
+    - `listed`: for each position, vLLM's dict {id: {"logprob", "rank"}} of the k most likely ids
+      and of the token
+    - `token_ids`: int32 [n], the tokens at these positions
 
-    The dict of a position contains the token even if the token is not among the k likeliest ids.
-    Such a token is not part of the head: a head that depends on the token makes the Top-k KL
-    biased.
+    The dict of a position contains the token even if it is not among the k most likely ids. Such a
+    token is not part of the head: a head that depends on the token would make the Top-k KL biased.
 
     Raises ValueError if a position has other ids, or values that are not log-probs.
     """
@@ -58,10 +58,15 @@ def block_of_head(
     tokens: NDArray[np.float32],
     draws: NDArray[np.float32] | None = None,
 ) -> RowBlock:
-    """Return rows whose tail mass is one minus the head's: ids and head [n, k], tokens [n].
+    """Return rows whose tail mass is computed as one minus the mass of the head.
 
-    `draws` [n, M] are the log-probs of ids that the student drew. Raises ValueError for values that
-    are not log-probs of a softmax, and for a row that has an id twice.
+    - `ids`: int32 [n, k], the head ids
+    - `head`: float32 [n, k], the log-probs of the head ids
+    - `tokens`: float32 [n], the log-probs of the sampled tokens
+    - `draws`: float32 [n, M], the log-probs of ids that the student drew; None without draws
+
+    Raises ValueError for values that are not log-probs of a softmax, and for a row that has an id
+    twice.
     """
     sorted_ids = np.sort(ids, axis=1)
     if (sorted_ids[:, 1:] == sorted_ids[:, :-1]).any():

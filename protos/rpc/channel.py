@@ -32,15 +32,16 @@ _DEFAULT_PORTS = {SERVER_TOKEN: 50051, TEACHER_TOKEN: 50052, ROLLOUTS_TOKEN: 500
 
 
 def open_channel(address: str, *, token: str, scope: str = "") -> grpc.Channel:
-    """Return a channel to `address`; the channel connects on first use.
+    """Return a channel to `address`. The channel connects on first use.
 
-    `token` is the name of the environment variable with the token. With a `scope`, such as
-    "preflight", the channel sends a token derived for this scope. A derived token allows only
-    reading from teachers or, if `token` is ROLLOUTS_TOKEN, the info of rollout services.
+    - `token`: name of the environment variable with the token
+    - `scope`: if given, such as "preflight", the channel sends a token that is derived for this
+      scope. A derived token only allows reads: from teachers or, if `token` is ROLLOUTS_TOKEN, of
+      the info of rollout services.
 
     Raises InvalidInput if the address has an unknown scheme or no port, if a file cannot be read,
-    or if the token would be sent unencrypted to another machine. Raises WrongState as
-    `require_unforked` does.
+    or if the token would be sent unencrypted to another machine. Raises the errors of
+    `require_unforked`.
     """
     global _first_process
     require_unforked()
@@ -79,10 +80,10 @@ def is_forked() -> bool:
 
 
 def require_unforked() -> None:
-    """Raise WrongState in a forked child of a process that had opened a channel.
+    """Raise WrongState in a process that was forked from a process that had opened a channel.
 
-    Calls on a channel, old or new, would block forever there, and would break connections of the
-    parent.
+    In such a process, calls on any channel would block forever, and would break connections of the
+    parent process.
     """
     if is_forked():
         raise WrongState(
@@ -96,14 +97,15 @@ def require_unforked() -> None:
 def open_cluster_channel(
     address: str, *, token: str
 ) -> tuple[grpc.Channel, tuple[tuple[str, str], ...]]:
-    """Return a channel to a service that a runner has placed on its cluster, and metadata of calls.
+    """Return a channel to a service that a runner has started on its cluster, and metadata.
 
     The caller must send the metadata with every call. For an address on this machine, the channel
-    comes from `open_channel`, and the metadata is empty. A connection to another machine has no
-    TLS, as between the nodes of a Ray cluster, and the metadata contains the token. This is
-    acceptable because the token in $`token` was derived for a single attempt of a job.
+    comes from `open_channel`, and the metadata is empty. For another machine, the connection has no
+    TLS, like the connections between the nodes of a Ray cluster, and the metadata contains the
+    token. This is acceptable, because the token was derived for a single attempt of a job. `token`:
+    name of the environment variable with the token.
 
-    Raises InvalidInput as `open_channel` and `token_of` do.
+    Raises the InvalidInput errors of `open_channel` and `token_of`.
     """
     if is_loopback(_host_of(address)):
         return open_channel(address, token=token), ()
@@ -123,9 +125,10 @@ def _host_of(target: str) -> str:
 
 
 def token_of(variable: str) -> str:
-    """Return the token in $VARIABLE, or in the file named by $VARIABLE_FILE; "" without either.
+    """Return the token in the environment variable, or in the file that VARIABLE_FILE names.
 
-    Raises InvalidInput if the file cannot be read, or if its content is not a valid token.
+    `variable`: name of the environment variable. Returns "" if neither is set. Raises InvalidInput
+    if the file cannot be read, or if its content is not a valid token.
     """
     token = os.environ.get(variable, "").strip()
     file = _path_in(f"{variable}_FILE")

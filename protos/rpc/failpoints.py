@@ -43,9 +43,10 @@ _armed = _Armed(os.environ.get(VARIABLE, ""))
 
 
 def failpoint(name: str) -> None:
-    """Mark a place that a test can make fail. `name` is a literal that occurs once in the source.
+    """Mark a place in the source where a test can make the program die, stall or fail.
 
-    Raises OSError if the armed action is `raise` and this hit has the given number.
+    `name`: a literal that occurs once in the source. Raises OSError if a test has armed this
+    failpoint with the action `raise`, at the hit with the given number.
     """
     if name == _armed.name:
         _armed.act()

@@ -1,4 +1,4 @@
-"""Reads files of a running server again when they change."""
+"""Watches files of a running server, and reads them again when they change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WatchedFiles:
-    """Files that belong together. `read` raises a DistillError if their new content is refused."""
+    """Files that are read together.
+
+    - `paths`: their paths
+    - `read`: reads all of them; raises a DistillError to refuse their content
+    """
 
     paths: Sequence[Path]
     read: Callable[[], None]
@@ -30,7 +34,7 @@ class WatchedFiles:
 
 @contextmanager
 def watch_files(watched_files: Sequence[WatchedFiles]) -> Iterator[Callable[[], None]]:
-    """Call `read` on a thread for files that have changed, until the end of the block.
+    """During the block, call `read` of each WatchedFiles on a thread when its files have changed.
 
     Yields a function that makes the thread read all files now. Refused content is logged once.
     """
@@ -67,7 +71,7 @@ def watch_files(watched_files: Sequence[WatchedFiles]) -> Iterator[Callable[[], 
 
 
 def _read(files: WatchedFiles, *, logs_success: bool) -> None:
-    """Read the files; log a success if `logs_success`, and each refusal."""
+    """Read the files. Log a refusal and, if `logs_success`, a success."""
     names = ", ".join(map(str, files.paths))
     try:
         files.read()

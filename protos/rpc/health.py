@@ -1,8 +1,9 @@
-"""The standard health service (grpc.health.v1): an asyncio servicer, and a check for containers.
+"""The standard health service (grpc.health.v1), and a health check for containers.
 
     python -P -m protos.rpc.health ADDRESS
 
-ends with exit code 0 if the server at HOST:PORT, or https://HOST:PORT, is serving, else with 1.
+ADDRESS is HOST:PORT or https://HOST:PORT. The exit code is 0 if the server there is serving, else
+1.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ _Status = health_pb2.HealthCheckResponse
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Report NOT_SERVING until `start` is called, then SERVING, and NOT_SERVING after `stop`.
+    """The health service of a server. Its status is SERVING from `start` to `stop`, else
+    NOT_SERVING.
 
-    After `stop` every Watch call sends NOT_SERVING and ends: an open call would delay the server's
-    shutdown. All methods must run on the event loop of the server.
+    After `stop`, every Watch call sends NOT_SERVING and ends, because an open call would delay the
+    shutdown of the server. All methods must run on the event loop of the server.
     """
 
     def __init__(self, service: str) -> None:
@@ -43,13 +45,16 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._started.set()  # a Watch call may wait for the start
 
     async def Check(self, request: Any, context: object) -> Any:
-        """Return the status of a service; raises NotFound for a name that this server lacks."""
+        """Return the status of a service.
+
+        Raises NotFound if this server has no service of this name.
+        """
         if request.service not in self._services:
             raise NotFound(f"this server has no service {request.service[:100]!r}", field="service")
         return _Status(status=self._current_status())
 
     async def Watch(self, request: Any, context: object) -> AsyncIterator[Any]:
-        """Stream the status of a service at once and when it changes, until `stop`."""
+        """Send the status of a service now, and again after each change, until `stop`."""
         if request.service not in self._services:
             yield _Status(status=_Status.SERVICE_UNKNOWN)
             await self._stopping.wait()

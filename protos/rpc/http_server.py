@@ -38,11 +38,15 @@ HTTP_STATUS: Mapping[ErrorCode, int] = {
 
 
 def require_our_name(host_header: str, host: str, hint: str, external: str = "") -> None:
-    """Refuse unknown host names on loopback, to prevent DNS rebinding.
+    """Raise Forbidden for a request with an unknown host name to a server on loopback.
 
-    Otherwise another site's page could point its own host name at this machine and read the
-    responses. `host_header` is the Host header, `host` the address that the server listens on, and
-    `external` the host name of a proxy. Raises Forbidden; the refused name replaces NAME in `hint`.
+    This prevents DNS rebinding: a page of another site could point its own host name at this
+    machine, and read the responses.
+
+    - `host_header`: the Host header of the request
+    - `host`: the address at which the server listens; no check if it is not a loopback address
+    - `hint`: hint of the error; the refused name replaces NAME
+    - `external`: the host name of a proxy, which is accepted, too
     """
     if not is_loopback(host):
         return
@@ -77,9 +81,10 @@ class HttpLimits:
 
 
 def bind(host: str, port: int, option: str) -> socket.socket:
-    """Return a listening socket; port 0 picks a free port.
+    """Return a listening socket. Port 0 means any free port.
 
-    Raises InvalidInput, naming the command-line option, if the address cannot be used.
+    `option`: the command-line option for the error. Raises InvalidInput if the address cannot be
+    used.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -96,10 +101,10 @@ def bind(host: str, port: int, option: str) -> socket.socket:
 async def listening(
     app: ASGIApp, sock: socket.socket, tls: ServerTls | None, limits: HttpLimits
 ) -> AsyncIterator[Callable[[], None]]:
-    """Serve `app` on the socket within the block.
+    """Serve `app` on the socket during the block.
 
-    After the block, running responses have `limits.grace` seconds to finish. Yields a function that
-    begins the shutdown: the server then accepts no further request.
+    Yields a function that begins the shutdown: the server then accepts no new request. After the
+    block, running responses have `limits.grace` seconds to finish.
     """
     connection: Any = partial(_Connection, limits=limits)
     config = uvicorn.Config(
@@ -138,7 +143,10 @@ class _Server(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """A connection that is closed if a request arrives too slowly or a response is not read."""
+    """An HTTP connection with time limits.
+
+    It is closed if a request arrives too slowly, or if the client does not read a response.
+    """
 
     def __init__(self, *arguments: Any, limits: HttpLimits, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -177,7 +185,10 @@ class _Connection(H11Protocol):
 
 
 class _Patience:
-    """A timer that closes a connection unless it is stopped; a second start has no effect."""
+    """A timer. `start` sets it to close the connection after some seconds, and `stop` cancels this.
+
+    A call of `start` while the timer runs has no effect.
+    """
 
     def __init__(self, transport: asyncio.Transport, seconds: float) -> None:
         self._transport = transport

@@ -43,25 +43,26 @@ class MetricsPage:
         ProcessCollector(registry=registry)
 
     def follow(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Compute all answers on this event loop from now on.
+        """From now on, compute all answers on this event loop.
 
-        If the loop does not answer within five seconds, the service is not alive: status 503.
+        If the loop does not compute an answer within five seconds, the page reports that the
+        service is not alive (status 503).
         """
         self._loop = loop
 
     def start(self) -> None:
-        """Report that the service answers its clients, and log the page's address."""
+        """Report from now on that the service answers its clients. Log the address of the page."""
         self.ready = True
         log.info("metrics at http://%s/metrics", self.address)
 
     def stop(self) -> None:
-        """Report that the service does not answer any more."""
+        """Report from now on that the service does not answer its clients any more."""
         self.ready = False
 
     def __call__(
         self, environ: Mapping[str, Any], start_response: Callable[..., object]
     ) -> Iterable[bytes]:
-        """Answer a request."""
+        """Answer one HTTP request, as a WSGI application."""
         status, body = self._respond(environ["PATH_INFO"])
         headers = [("Content-Type", CONTENT_TYPE), ("Content-Length", str(len(body)))]
         start_response(status, headers)
@@ -100,10 +101,10 @@ class MetricsPage:
 
 @contextmanager
 def metrics_page(page: MetricsPage, address: tuple[str, int]) -> Iterator[None]:
-    """Serve the page at (host, port), on a thread.
+    """Serve the page at `address` (host, port), on a thread, during the block.
 
-    Port 0 means any free port; the log has the port after the start of the service. Raises
-    InvalidInput if the address cannot be used.
+    Port 0 means any free port, which is logged after the start of the service. Raises InvalidInput
+    if the address cannot be used.
     """
     host, port = address
     try:
@@ -144,14 +145,14 @@ class _RequestHandler(WSGIRequestHandler):
 
 
 class _Page(WSGIServer):
-    """Serves one client at a time.
+    """An HTTP server that serves one client at a time, without a token.
 
-    The page needs no token. Idle connections take no threads, and no file descriptors that the
-    clients of the service need.
+    Idle connections therefore take no threads, and no file descriptors that the clients of the
+    service need.
     """
 
     def server_bind(self) -> None:
-        """Bind the socket, without the look-up of the host's name, which may take seconds."""
+        """Bind the socket. Do not look up the name of the host, because this may take seconds."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()

@@ -1,4 +1,4 @@
-"""Chooses ports of this machine for programs that start later, and finds who listens on a port."""
+"""Selects free ports for later programs, and finds the program that listens on a port."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _FIRST_PORT = 20_000  # lower ports: well-known services, and Ray's workers (10,
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Return different free ports of `host`; "" means all addresses.
+    """Return `count` different free ports of `host`; "" means all addresses.
 
-    The kernel assigns the ports of one range to outgoing connections and to servers that bind port
-    0, so another program could take such a port before this program starts. The returned ports are
-    outside this range, if possible. Raises OSError if no port is free.
+    The kernel takes ports of one range for outgoing connections, and for servers that bind port 0.
+    Another program could therefore get a port of this range before the caller's program starts. The
+    returned ports are outside this range if possible. Raises OSError if no port is free.
     """
     first_outgoing, last_outgoing = _outgoing_range()
     unreserved_ports = [*range(_FIRST_PORT, first_outgoing), *range(last_outgoing + 1, 65_536)]
@@ -41,10 +41,10 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
 
 def describe_listener(port: int) -> str:
-    """Return the user of the program that listens on a port and, if visible, the program and its
-    directory; "" if no program listens.
+    """Return a text about the program that listens on a port; "" if no program listens.
 
-    Linux shows the user of every listening socket, and the process to this user and to root.
+    The text names the user and, if visible, the program and its directory. Linux shows the user of
+    every listening socket to all users, but the process only to the same user and to root.
     """
     import pwd  # not on Windows
 
@@ -66,7 +66,10 @@ def describe_listener(port: int) -> str:
 
 
 def _listening_socket(port: int) -> tuple[int, str]:
-    """Return the user id and the link of the socket that listens on a port, or (0, "")."""
+    """Return (user id, link) of the socket that listens on a port; (0, "") if there is none.
+
+    The link is the text `socket:[INODE]`, as in /proc/PID/fd.
+    """
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with suppress(OSError):
             for line in Path(table).read_text(encoding="utf-8").splitlines()[1:]:
@@ -77,7 +80,7 @@ def _listening_socket(port: int) -> tuple[int, str]:
 
 
 def _outgoing_range() -> tuple[int, int]:
-    """Return the first and the last port of outgoing connections."""
+    """Return the first and the last port that the kernel uses for outgoing connections."""
     try:
         first_port, last_port = map(int, _RANGE_FILE.read_text(encoding="utf-8").split())
     except OSError:  # not Linux: use the range of IANA

@@ -1,4 +1,4 @@
-"""The common part of every gRPC server: endpoint, access control, health, and graceful shutdown."""
+"""The common part of every gRPC server: endpoint, access control, health checks, and shutdown."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServerEndpoint:
-    """An address of this machine to listen on, with its tokens and TLS credentials.
+    """The address of this machine at which a server listens, with its tokens and TLS credentials.
 
-    Port 0 means any free port. `insecure` allows other machines to connect without tokens and TLS.
+    Port 0 means any free port. `insecure`: True allows other machines to connect without tokens and
+    TLS.
     """
 
     host: str = "127.0.0.1"
@@ -50,10 +51,11 @@ class ServerEndpoint:
     insecure: bool = False
 
     def require_usable(self) -> None:
-        """Check the endpoint before the server loads a model for minutes.
+        """Raise InvalidInput if the server could not start at this endpoint.
 
-        Raises InvalidInput if other machines could call without tokens and TLS, or if the port is
-        taken. `serve` checks the port again when it binds the port.
+        This is so if other machines could call without tokens and TLS, or if another program uses
+        the port. The check comes before the server loads a model for minutes. `serve` checks the
+        port again when it binds the port.
         """
         if not is_loopback(self.host) and not self.insecure and not (self.tokens and self.tls):
             raise InvalidInput(
@@ -67,7 +69,7 @@ class ServerEndpoint:
             require_free_port(self.host, self.port)
 
     def address(self, port: int) -> str:
-        """Return the address for clients. `port` is the port that was bound."""
+        """Return the address that clients use. `port`: the port that the server has bound."""
         target = _format_target(self.host, port)
         return f"https://{target}" if self.tls else target
 
@@ -75,15 +77,19 @@ class ServerEndpoint:
 def read_endpoint(
     host: str, port: int, token_file: Path | None, tls: TlsFiles, *, insecure: bool
 ) -> ServerEndpoint:
-    """Create the endpoint from command-line options. Raises InvalidInput with the bad option."""
+    """Create the endpoint from command-line options.
+
+    Raises InvalidInput that names a wrong option.
+    """
     server_tls = None if tls == TlsFiles() else ServerTls(tls)
     return ServerEndpoint(host, port, read_tokens(token_file), server_tls, insecure)
 
 
 def require_free_port(host: str, port: int, option: str = "--port") -> None:
-    """Raise InvalidInput if the port is taken or `host` is not an address of this machine.
+    """Raise InvalidInput if another program uses the port, or if this machine has no address
+    `host`.
 
-    `option` is the command-line option of the port.
+    `option`: the command-line option that the error names.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -120,25 +126,29 @@ async def serve(
     on_refusal: OnRefusal = ignore_refusal,
     check_tokens: Callable[[Tokens], None] = lambda tokens: None,
 ) -> signal.Signals | None:
-    """Serve until SIGTERM or SIGINT, then give running calls `grace_seconds` seconds to finish.
+    """Serve until SIGTERM or SIGINT, or until `stop` is set. Then shut down.
 
-    Setting `stop` also ends the server. Returns the first signal; None without a signal. The files
-    of tokens and TLS are read again when they change, and at SIGHUP.
+    At shutdown, running calls get `grace_seconds` seconds to finish. The files of tokens and TLS
+    are read again when they change, and at SIGHUP. Returns the first signal; None without a signal.
 
-    - register: adds the service to the server and returns its full name for health checks.
-    - prepare: awaited while the server listens and health checks return NOT_SERVING; should end
-      early when `stop` is set. An error in `prepare` ends the server and is raised here.
-    - on_ready: called with the bound port after `prepare`, unless the server was stopped.
-    - drain: awaited when the server is to end: calls are still answered, and health checks return
-      NOT_SERVING. A second signal cancels `drain`.
-    - on_refusal: called with each call that is refused for its token; see `AccessControl`.
-    - check_tokens: called, on a thread, before the tokens of a changed file replace those of
-      `endpoint`; raises a DistillError to refuse them.
-    - on_stop: called after `drain`, when shutdown begins; should end streams that would not end by
-      themselves.
+    These arguments are functions of the service:
 
-    Raises InvalidInput if the port is taken, or if other machines could call without tokens and
-    TLS. Must run in the main thread, because this function installs signal handlers.
+    - `register`: adds the service to the server, and returns the full name of the service for
+      health checks
+    - `prepare`: prepares the service, for example loads a model. Meanwhile the server listens, and
+      health checks return NOT_SERVING. It should end early when `stop` is set. An error ends the
+      server and is raised here.
+    - `on_ready`: announces the service. Its argument is the port. It is not called if the server
+      was stopped before.
+    - `on_refusal`: records a call that was refused for its token; see `AccessControl`
+    - `check_tokens`: checks the tokens of a changed file, on a thread. It raises a DistillError to
+      keep the old tokens.
+    - `drain`: finishes the work of the service before the shutdown. Meanwhile calls are still
+      answered, and health checks return NOT_SERVING. A second signal cancels it.
+    - `on_stop`: ends streams that would not end by themselves, at the beginning of the shutdown
+
+    Raises InvalidInput if another program uses the port, or if other machines could call without
+    tokens and TLS. Must run in the main thread, because it installs signal handlers.
     """
     endpoint.require_usable()
     stop, second_signal = stop or asyncio.Event(), asyncio.Event()
@@ -224,9 +234,10 @@ def _bind_port(server: grpc.aio.Server, endpoint: ServerEndpoint) -> int:
 
 
 def _max_connections() -> int:
-    """Return the connection limit, which leaves a quarter of the file descriptors for files.
+    """Return the maximum number of connections. A quarter of the file descriptors remains for
+    files.
 
-    gRPC closes connections beyond the limit at once.
+    gRPC closes further connections at once.
     """
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
 

@@ -1,4 +1,8 @@
-"""Errors as gRPC statuses: encoded by `ErrorBoundary` (server), decoded by `fault_of` (client)."""
+"""Conversion between errors and gRPC statuses.
+
+Servers convert errors to statuses (`ErrorBoundary`). Clients convert statuses to errors
+(`fault_of`).
+"""
 
 from __future__ import annotations
 
@@ -39,11 +43,11 @@ TLS_HINT = (
 
 
 class ErrorBoundary(grpc.aio.ServerInterceptor):
-    """The server interceptor that turns exceptions into gRPC statuses; no other code does this.
+    """The server interceptor that converts exceptions to gRPC statuses. No other code does this.
 
-    A DistillError is sent to the caller with its message, and with its field and hint in a
-    google.rpc.ErrorInfo. Any other exception is a defect: the caller gets an id, and the log gets
-    the traceback with the same id.
+    The caller gets the message of a DistillError, and its field and hint in a google.rpc.ErrorInfo.
+    Any other exception is a defect of the server: the caller gets an id, and the log gets the
+    traceback with the same id.
     """
 
     async def intercept_service(
@@ -51,7 +55,11 @@ class ErrorBoundary(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Wrap the method's handler; None stays None, so that gRPC refuses an unknown method."""
+        """Return the method's handler inside a function that converts its exceptions.
+
+        If the method is unknown, there is no handler. Returns None then, so that gRPC refuses the
+        call.
+        """
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -106,7 +114,7 @@ def _decode_message(data: bytes, deserialize: Callable[[bytes], Any] | None) -> 
 
 
 class _Messages:
-    """The decoded messages of a request stream, one at a time."""
+    """An asynchronous iterator over the messages of a request stream. It decodes each message."""
 
     def __init__(self, data: Any, deserialize: Callable[[bytes], Any] | None) -> None:
         self._data = data
@@ -161,7 +169,10 @@ def _truncate(text: str) -> str:
 
 
 def sent_fault(error: grpc.RpcError) -> DistillError | None:
-    """Return the error that the server has sent, for a client; None if gRPC created the status."""
+    """Return the error that a server has sent in a gRPC status; used in clients.
+
+    Returns None if the status comes from gRPC itself or from another program.
+    """
     call: Any = error
     for key, value in call.trailing_metadata() or ():
         if key == _STATUS_DETAILS:
@@ -176,10 +187,11 @@ def sent_fault(error: grpc.RpcError) -> DistillError | None:
 
 
 def fault_of(error: grpc.RpcError, server: str) -> DistillError:
-    """Return the DistillError for a failed gRPC call, on the client.
+    """Return the DistillError for a failed gRPC call; used in clients.
 
-    `server` is the server's name in messages, such as `teacher HOST:PORT`. A status without the
-    details of ErrorBoundary (no connection, a deadline, a proxy) gets a message and hint here.
+    `server`: the server's name in messages, such as `teacher HOST:PORT`. If the status does not
+    come from an ErrorBoundary (no connection, a deadline, a proxy), this function writes the
+    message and the hint.
     """
     if server_fault := sent_fault(error):
         return server_fault

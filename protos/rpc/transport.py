@@ -79,7 +79,7 @@ _jitter = random.Random()
 def is_loopback(host: str) -> bool:
     """Return True if only this machine can reach `host`: "localhost" or a loopback IP address.
 
-    `host` has no brackets. Any other name counts as reachable from other machines.
+    `host` has no brackets. All other names give False.
     """
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -88,9 +88,9 @@ def is_loopback(host: str) -> bool:
 
 
 def address_towards(host: str) -> str:
-    """Return the address of this machine on the interface that leads to `host`. Sends nothing.
+    """Return the IP address of this machine on the network interface that leads to `host`.
 
-    Raises OSError if no interface does.
+    Sends nothing. Raises OSError if no interface leads to `host`.
     """
     family = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -99,10 +99,12 @@ def address_towards(host: str) -> str:
 
 
 def backoff(failures: int, first: float, longest: float) -> float:
-    """Return the seconds to wait after `failures` failures in a row (1 or more), with jitter.
+    """Return the seconds to wait before a new attempt after `failures` failures in a row (at least
+    1).
 
-    The pause is `first` after the first failure, doubled for each further failure up to `longest`,
-    times a random number from 0.5 to 1. The jitter spreads the clients of a restarted server.
+    The pause is `first` seconds after the first failure. It doubles with each further failure, up
+    to `longest` seconds, and is then multiplied by a random number from 0.5 to 1. The random number
+    spreads the clients of a restarted server over time.
     """
     pause = min(longest, first * 2.0 ** min(failures - 1, 30))
     return pause * _jitter.uniform(0.5, 1.0)

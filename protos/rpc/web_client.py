@@ -1,4 +1,4 @@
-"""A client of a third-party HTTP server: address, key, proxy and retries. Needs httpx."""
+"""A client of a third-party HTTP server, with a key, a proxy and retries. Needs httpx."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAX_MESSAGE_CHARS = 300
 
 @dataclass(frozen=True)
 class WebAnswer:
-    """The answer of a server, of any status."""
+    """The answer of a server, with any status code."""
 
     status: int
     reason: str
@@ -36,7 +36,7 @@ class WebAnswer:
 
     @property
     def is_temporary(self) -> bool:
-        """Whether the server is busy, restarts or limits the rate: a retry may help."""
+        """True if a retry may help: the server is busy, restarts, or limits the request rate."""
         return self.status in (408, 425, 429) or self.status >= 500
 
     @property
@@ -46,10 +46,10 @@ class WebAnswer:
 
 
 class WebClient:
-    """One server, for one event loop; a context manager.
+    """A client of one server, for one event loop. It is a context manager.
 
-    $HTTP_PROXY, $HTTPS_PROXY, $ALL_PROXY and $NO_PROXY apply, but requests to a loopback address
-    never use a proxy, because the proxy would see their keys and texts.
+    $HTTP_PROXY, $HTTPS_PROXY, $ALL_PROXY and $NO_PROXY apply. Requests to a loopback address never
+    use a proxy, because the proxy would see their keys and texts.
     """
 
     def __init__(
@@ -62,12 +62,15 @@ class WebClient:
         max_bytes: int,
         key_variable: str = "",
     ) -> None:
-        """Prepare the connections; they open on first use.
+        """Prepare the client. Its connections open on first use.
 
-        - attempts: number of attempts of one request.
-        - answer_seconds: time limit of one attempt.
-        - max_bytes: maximum size of an answer.
-        - key_variable: the environment variable whose value is sent as a bearer token, if set.
+        - `url`: address of the server
+        - `attempts`: maximum number of attempts of one request
+        - `answer_seconds`: time limit of one attempt
+        - `connections`: maximum number of connections
+        - `max_bytes`: maximum size of an answer
+        - `key_variable`: name of an environment variable; if it is set, its value is sent as a
+          bearer token
 
         Raises InvalidInput if a header cannot contain the key, or if the proxy cannot be used.
         """
@@ -103,12 +106,12 @@ class WebClient:
         await self._client.aclose()
 
     async def request(self, method: str, path: str = "", body: object = None) -> WebAnswer:
-        """Return the answer to a JSON body, sent to `path` below the address; follows no redirect.
+        """Send a request with a JSON body to `path` below the address, and return the answer.
 
-        Retries with growing pauses while the server does not answer or answers with a temporary
-        status; respects Retry-After up to 60 s. After the last attempt, returns the answer with the
-        temporary status, or raises Unavailable or TimedOut. Raises Corrupt if the answer is longer
-        than `max_bytes`.
+        Redirects are not followed. If the server does not answer, or answers with a temporary
+        status, the request is sent again after a growing pause, or after the time in Retry-After
+        (at most 60 s). After the last attempt, returns the answer with the temporary status, or
+        raises Unavailable or TimedOut. Raises Corrupt if the answer is longer than `max_bytes`.
         """
         url = str(self._url).rstrip("/") + path if path else str(self._url)
         for failures in range(1, self._attempts + 1):
@@ -130,9 +133,10 @@ class WebClient:
         raise AssertionError("attempts must be at least 1")
 
     async def _request_once(self, method: str, url: str, body: object) -> WebAnswer:
-        """Send a request and read the answer, all within the time limit.
+        """Send a request and read the whole answer. Raises TimedOut after the time limit.
 
-        A server that sends its answer byte by byte times out like one that sends nothing.
+        The limit includes the time for reading, so a server that sends its answer byte by byte also
+        times out.
         """
         try:
             async with (
@@ -160,7 +164,7 @@ class WebClient:
             ) from error
 
     def _describe_proxy(self) -> str:
-        """Return the words that name the proxy, without its password; "" if there is none."""
+        """Return a text that names the proxy without its password; "" without a proxy."""
         if self._proxy is None:
             return ""
         proxy = httpx.URL(self._proxy)
@@ -170,8 +174,8 @@ class WebClient:
 def parse_web_address(text: str, field: str) -> httpx.URL:
     """Return the URL in `text`.
 
-    Raises InvalidInput (`field`) if it has no valid host or port. The error of a request to such an
-    address would be less clear.
+    Raises InvalidInput, naming `field`, if the URL has no valid host or port. Without this check,
+    the first request would fail with a less clear error.
     """
     try:
         url = httpx.URL(text)
@@ -190,7 +194,10 @@ def parse_web_address(text: str, field: str) -> httpx.URL:
 
 
 def find_proxy(url: httpx.URL) -> str | None:
-    """Return the environment's proxy for `url`; None without a proxy or for a loopback address."""
+    """Return the proxy for `url` from the environment.
+
+    Returns None if no proxy is set for `url`, or if `url` has a loopback address.
+    """
     if is_loopback(url.host) or proxy_bypass(url.netloc.decode()):
         return None
     proxies = getproxies()
@@ -199,10 +206,10 @@ def find_proxy(url: httpx.URL) -> str | None:
 
 
 def _build_key_header(variable: str) -> dict[str, str]:
-    """Return the header with the key in an environment variable; {} if it is not set.
+    """Return the header with the key in the environment variable `variable`; {} if it is not set.
 
     White space around the key, such as the line break at the end of a file, is removed. Raises
-    InvalidInput, without the key in its message, if a header cannot contain the key.
+    InvalidInput if a header cannot contain the key; the message does not quote the key.
     """
     key = os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable()):
@@ -213,7 +220,7 @@ def _build_key_header(variable: str) -> dict[str, str]:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
-    """Return the seconds of Retry-After, at most 60; 0 if it is missing or a date."""
+    """Return the seconds in the header Retry-After, at most 60; 0 if it is missing or is a date."""
     try:
         seconds = float(headers.get("Retry-After", "0"))
     except ValueError:
@@ -223,5 +230,8 @@ def _retry_after(headers: Mapping[str, str]) -> float:
 
 @cache
 def _tls_context() -> ssl.SSLContext:
-    """Return the trusted certificates, with $SSL_CERT_FILE; cached, because reading takes time."""
+    """Return the TLS settings with the trusted certificates, including $SSL_CERT_FILE.
+
+    The result is cached, because reading the certificates takes time.
+    """
     return httpx.create_ssl_context()
