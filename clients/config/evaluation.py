@@ -45,7 +45,7 @@ class EvalMethod(FittedTable):
 
 
 def evaluated_data_rules(data: DataConfig | None) -> list[Rule]:
-    """Return the rules for keys of `data` that an evaluation does not use."""
+    """Return the rules that refuse keys of `data` without effect in an evaluation."""
     return [
         *prompt_rules(data),
         (False, "data.mix data.weight_column", "only training uses this key; remove the key"),

@@ -34,13 +34,17 @@ class SyntaxFault(ValueError):
 
 @dataclass(frozen=True)
 class Parsed:
-    """The values of a job file, and the line of each key, from 1."""
+    """The values of a job file, and the line number of each key. The first line is 1."""
 
     values: Mapping[str, Any]
     lines: Mapping[KeyPath, int]
 
     def line_of(self, path: KeyPath) -> int:
-        """Return the line of a key, or of the innermost table around it; 0 if both are unknown."""
+        """Return the line number of a key.
+
+        If it is unknown, return the line number of the innermost table around the key; 0 if there
+        is none.
+        """
         for end in range(len(path), 0, -1):
             if path[:end] in self.lines:
                 return self.lines[path[:end]]

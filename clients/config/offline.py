@@ -48,7 +48,7 @@ class OfflineData(PromptKeys):
 
     @property
     def training_paths(self) -> list[tuple[str, str]]:
-        """The key in the job file, and the path of the training store."""
+        """A list with one pair: the key of the training store in the job file, and its path."""
         return [("data.path", self.path)]
 
     @property

@@ -1,6 +1,6 @@
 """The keys of reinforcement learning: a job file with `method.type = "rl"`.
 
-Each option's source is in docs/methods.md.
+docs/methods.md names the source of each option, such as a paper.
 """
 
 from __future__ import annotations
@@ -357,7 +357,7 @@ class RLJob(TrainingJob):
 
     @property
     def anchor_context(self) -> str | None:
-        """Text that only the anchor reads, before the prompt."""
+        """Text before the prompt that only the anchor reads, or None."""
         return self.anchor.context
 
     @property

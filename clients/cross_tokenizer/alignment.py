@@ -67,10 +67,10 @@ class Alignment:
 
 
 class Aligner:
-    """Aligns the answers of one tokenizer with the tokens of another."""
+    """Aligns answers in tokens of one tokenizer (the writer) with tokens of another (reader)."""
 
     def __init__(self, writer: ByteTokenizer, reader: ByteTokenizer, reader_end: int) -> None:
-        """`reader_end`: the id of the reader's end token."""
+        """Store the two tokenizers, and `reader_end`, the id of the reader's end token."""
         self.writer = writer
         self.reader = reader
         self.reader_end = reader_end
@@ -184,7 +184,7 @@ def measure_shares(aligner: Aligner, texts: Iterable[str]) -> Shares:
 
 
 def _word_starts(data: bytes) -> NDArray[np.int64]:
-    """Return the byte positions at which white space begins, and so a word."""
+    """Return the byte positions at which white space begins. A word begins there."""
     space = np.isin(np.frombuffer(data, np.uint8), _SPACES)
     return np.flatnonzero(space[1:] & ~space[:-1]) + 1
 

@@ -138,7 +138,7 @@ def with_context(
 
 
 def text_of_content(content: Any) -> str:
-    """Return the text of a message: its content, or the text parts of a list of parts."""
+    """Return the text of a message's content: the content, or the text parts in a list of parts."""
     if isinstance(content, list):
         parts = (part for part in content if isinstance(part, Mapping))
         return "\n".join(str(part.get("text")) for part in parts if part.get("type") == "text")

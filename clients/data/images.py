@@ -35,8 +35,8 @@ class Pixels:
     """The images of a sequence, as the processor of a model returns them.
 
     - values [P, D] float32: the patches of all images.
-    - grid [n, 3] int64: number of patches of each image in time, height and width. The three
-      numbers of an image multiplied are its patches; P is the sum over the images.
+    - grid [n, 3] int64: number of patches of each image in time, height and width. Their product is
+      the number of patches of the image. P is the sum of the products.
     - tokens: number of model tokens per image.
     """
 
@@ -120,7 +120,7 @@ def makes_grids(processor: Any) -> bool:
 
 
 def plain_image(grey: int) -> bytes:
-    """Return a PNG image of one grey level, 0 to 255, for probes of a model."""
+    """Return a PNG image of one grey level (0 to 255), to test how a model reads images."""
     from PIL import Image
 
     file = io.BytesIO()
@@ -134,7 +134,7 @@ def stored_images(images: Sequence[tuple[str, str]]) -> bytes:
 
 
 def read_stored_images(data: bytes) -> list[tuple[str, str]]:
-    """Decode the (name, sha256) pairs that `stored_images` encoded."""
+    """Decode (name, sha256) pairs from the bytes that `stored_images` returned."""
     return [(name, digest) for name, digest in json.loads(data)] if data else []
 
 

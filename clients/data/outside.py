@@ -81,8 +81,8 @@ def parse_number(value: object) -> float:
 def parse_ids(value: object) -> NDArray[np.int32]:
     """Return a list of integers as int32 [n].
 
-    Integers below the range of int32 become -1, integers above become 2^31 - 1. Raises ValueError
-    for other values, including fractions and True.
+    Negative integers become -1. Integers above the range of int32 become 2^31 - 1. Raises
+    ValueError for other values, including fractions and True.
     """
     import numpy as np  # here, because job files are read without numpy
 

@@ -21,9 +21,9 @@ _ROLES = ("system", "developer", "tool")
 class TemplateParts:
     """Checks that a chat template writes each kind of part that occurs in conversations.
 
-    The check uses the first conversation with a part of the kind. It puts a mark into the part,
-    renders the conversation, and searches the text for the mark. The kinds are messages of the
-    roles system, developer and tool, tools, tool calls, and the reasoning of the last message.
+    The kinds are: messages of the roles system, developer and tool; tools; tool calls; the
+    reasoning of the last message. The check uses the first conversation with a part of the kind. It
+    puts a mark into the part, renders the conversation, and searches the text for the mark.
     """
 
     def __init__(self, prompt_format: PromptFormat, tokenizer: Any) -> None:

@@ -41,7 +41,7 @@ class Load:
     - line: tokens of the longest sequence of a micro-batch.
     - sampled: number of sequences sampled together; 0 if the process does not sample.
     - sampled_line: tokens of each sampled sequence, with its prompt.
-    - sampled_prompt: number of its first tokens, which are read in one forward pass.
+    - sampled_prompt: number of the first tokens of a sampled sequence that one forward pass reads.
     - anchor: whether the process holds an anchor.
     - narrow_moments: whether AdamW has moments in 8 bits.
     - critic_tokens: tokens of a step whose hidden states the critic reads; 0 without a critic.
@@ -428,7 +428,7 @@ def _awake_engine(load: Load) -> dict[str, int]:
 def scoring_bytes(load: Load) -> dict[str, int]:
     """Return the bytes of a forward pass without gradient over a micro-batch, by part.
 
-    Such passes compute the rows of the anchor, and evaluations.
+    Such passes compute the rows of the anchor, or evaluate held-out data.
     """
     load = replace(load, tokens=-(-load.tokens // load.context_parallel))
     layer = _forward_bytes(load, load.tokens) + _math_attention(load) * load.tokens

@@ -49,7 +49,7 @@ class MemoryPlan:
     - peak: bytes of the largest stage.
     - usable: bytes that the job's tensors may take.
     - micro_batch: maximum tokens per micro-batch that fit; 0 if not even one sequence fits.
-    - changes: sentences about changes that make the job fit; empty if it fits.
+    - changes: sentences about changes of the job that save memory; empty if the job fits.
     - longest: tokens of the longest sequence of the job's store; None without a readable store.
     """
 

@@ -1,11 +1,13 @@
 """Chooses the limits and columns that a job does not set, to fit its models and its data.
 
-The default of a limit, such as `method.max_prompt_tokens` or `eval.prompts`, is for large models
-and data. Unless the job sets the limit, the default is reduced to the context of the student and of
-the teachers, and to a tenth of the records. `columns.py` recognises the columns of the data. The
-result depends only on the job, the config.json of the student, the teachers' infos and the first
-records, so preflight, preview and training compute the same values. An attempt writes the values to
-the run directory, and attempts that continue its work read them there.
+A limit is a key such as `method.max_prompt_tokens` or `eval.prompts`. Its default is for large
+models and data. If the job does not set the limit, the default is reduced to the context of the
+student and of the teachers, or to a tenth of the records. `columns.py` recognises the columns of
+the data.
+
+The result depends only on the job, the config.json of the student, the teachers' infos and the
+first records, so preflight, preview and training compute the same values. An attempt writes the
+values to the run directory, and attempts that continue its work read them there.
 """
 
 from __future__ import annotations
@@ -123,12 +125,12 @@ def read_limits(run: Path) -> Limits | None:
 
 
 def resumed_limits(config: JobConfig, run: Path) -> Limits | None:
-    """Return the limits that the next attempt of a run reuses; None if it must compute them anew.
+    """Return the limits that the next attempt of a run reuses; None if it must compute new limits.
 
-    A training job reuses the limits only if the run has a checkpoint. A run with checkpoints but
-    without a file of limits was started by a version that wrote no such file: the result is then
-    NO_LIMITS, so every key that the job does not set has its default. Other jobs reuse the limits
-    whenever the file exists.
+    A training job reuses the limits only if the run has a checkpoint. If the run has checkpoints
+    but no file of limits, an earlier version that wrote no such file has started it. The result is
+    then NO_LIMITS, so every key that the job does not set has its default. Other jobs reuse the
+    limits whenever the file exists.
     """
     if not isinstance(config, TrainingJob):
         return read_limits(run)

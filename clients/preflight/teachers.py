@@ -49,7 +49,7 @@ def services_of(config: JobConfig) -> Mapping[str, str | list[str]]:
     """Return the addresses of the teacher services that the job needs, by name.
 
     A single teacher has the name "". The result is empty if the job needs no service, or if its
-    service is started for the job; in the second case, `started_services.connected` returns the job
+    service is started for the job. In the second case, `started_services.connected` returns the job
     with the address.
     """
     return {} if config.started_teacher is not None else config.teacher_addresses

@@ -48,8 +48,8 @@ class DataFile:
     - prompts: the format of the prompts; None if the records are not prompts.
     - answers: whether reference answers are also read, from `answer_column` or from a conversation.
     - weight_column: column with the weight of a record; None if the job uses no weights.
-    - learns_answers: whether the answers are trained on or captured. If so, the answers of a
-      conversation are always its messages.
+    - learns_answers: whether the answers are trained on or captured. If so, the answers in a
+      conversation are always its assistant messages.
     """
 
     field: str
@@ -202,7 +202,7 @@ class DataConfig(PromptKeys):
 
     @property
     def training_paths(self) -> list[tuple[str, str]]:
-        """The data sets of the training prompts, with their keys in the job file."""
+        """Pairs (key in the job file, path) for the data sets with the training prompts."""
         mixed_paths = [
             (f"data.mix.{number}.path", mixed_set.path) for number, mixed_set in enumerate(self.mix)
         ]

@@ -14,7 +14,10 @@ PASSAGES = "contents"  # the column of a file of passages
 
 
 class SearchConfig(FittedTable):
-    """Search for the queries that the student writes between <search> and </search> (Search-R1)."""
+    """A search engine for queries that the student writes between <search> and </search>.
+
+    The student continues its answer after the passages that the engine returns (Search-R1).
+    """
 
     fitted = frozenset({"max_passage_tokens"})
     retriever: Name

@@ -1,6 +1,6 @@
-"""The tables `method` and `anchor` of a job of reinforcement learning.
+"""The tables `method` and `anchor` of a reinforcement learning job.
 
-docs/methods.md names the source of each option.
+docs/methods.md names the source of each option, such as a paper.
 """
 
 from __future__ import annotations
@@ -171,12 +171,12 @@ class RLConfig(FittedTable):
 
     @property
     def direction(self) -> Literal["forward", "reverse"]:
-        """Direction of the KL: the argument of the loss functions."""
+        """Direction of the KL, "forward" or "reverse", as the loss functions expect it."""
         return "reverse" if self.divergence == "reverse_kl" else "forward"
 
 
 class AnchorConfig(Table):
-    """The anchor: a moving average of the student's weights, for the KL (EMA-PG, 2602.04417)."""
+    """The anchor: a moving average of the student's weights, for the KL (arXiv 2602.04417)."""
 
     tau: Annotated[float, Field(ge=0, le=1)] = 0.95
     """anchor = tau * anchor + (1 - tau) * student. 1 keeps the initial student as the anchor."""

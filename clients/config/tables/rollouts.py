@@ -88,7 +88,7 @@ class RolloutsConfig(Table):
 
 
 def rollout_rules(rollouts: RolloutsConfig) -> list[Rule]:
-    """Return the rules that refuse keys of `rollouts` without effect, for `refuse_unused`."""
+    """Return the rules, for `refuse_unused`, that refuse keys of `rollouts` without effect."""
     starts_engine = rollouts.replicas > 0
     starts_vllm = starts_engine and rollouts.engine == "vllm"
     service_hint = "the service at rollouts.address has its own value; remove the key"

@@ -278,7 +278,7 @@ def _lacks_template(path: Path) -> bool:
 
 
 def refuse_missing_files(path: Path, field: str) -> None:
-    """Raise InvalidInput if a directory lacks a file of its weight index, or most of its layers."""
+    """Raise InvalidInput if a directory lacks a file of its weight index, or nearly all layers."""
     files = list_weight_files(path, field)
     missing = [file.name for file in files if not file.is_file()]
     if missing:

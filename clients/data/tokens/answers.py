@@ -1,4 +1,4 @@
-"""The token ids of answers, and their end tokens.
+"""Computes the token ids of answers, and finds the tokens that end an answer.
 
 Training and captures share these functions and therefore use the same token ids.
 """

@@ -1,4 +1,4 @@
-"""The token ids of a text that follows other text, such as an answer after its prompt.
+"""Computes the token ids of a text that follows other text, such as an answer after its prompt.
 
 Tokenizers based on SentencePiece (Llama 2) add a space before every text. After a prompt this space
 is wrong: "17+25=" and "42" must not become "17+25= 42".

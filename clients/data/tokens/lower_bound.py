@@ -1,4 +1,4 @@
-"""A lower bound of the number of tokens of texts that are too long to be tokenized."""
+"""Computes a lower bound of the number of tokens of texts that are too long to be tokenized."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Reads the tokens and the chat template of a tokenizer, and compares two vocabularies.
 
-A tokenizer is loaded, or in a directory.
+The tokenizer is loaded by transformers, or is in a Hugging Face directory.
 """
 
 from __future__ import annotations
