@@ -176,7 +176,10 @@ class RLConfig(FittedTable):
 
 
 class AnchorConfig(Table):
-    """The anchor: a moving average of the student's weights, for the KL (arXiv 2602.04417)."""
+    """The anchor of the KL: a moving average of the student's weights.
+
+    The method is EMA-PG (arXiv 2602.04417).
+    """
 
     tau: Annotated[float, Field(ge=0, le=1)] = 0.95
     """anchor = tau * anchor + (1 - tau) * student. 1 keeps the initial student as the anchor."""
