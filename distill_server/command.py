@@ -1,6 +1,4 @@
-"""The command line of `distill-server`: reads the options, and starts the server, a backup or an
-import.
-"""
+"""The command line of `distill-server`: starts the server, a backup or an import."""
 
 from __future__ import annotations
 

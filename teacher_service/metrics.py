@@ -102,14 +102,20 @@ class TeacherMetrics:
         self.registry.register(_CacheCollector(read))
 
     def read_total(self, name: str, **labels: str) -> int:
-        """Return the value of a sample; `name` is without the prefix. 0 if there is none."""
+        """Return the value of the sample with this name and these labels; 0 if there is none.
+
+        `name` is without the prefix that all metrics of the teacher have.
+        """
         return int(self.registry.get_sample_value(_PREFIX + name, labels) or 0)
 
 
 @dataclass
 class MeasuredRequest:
-    """Measurements of one request: its start (perf_counter, s), time to first rows, number of
-    rows.
+    """Measurements of one request.
+
+    - start: start of the request on the clock of `time.perf_counter`, in seconds.
+    - seconds_to_first: seconds from the start until the first rows are ready.
+    - rows: number of rows.
     """
 
     start: float

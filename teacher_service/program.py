@@ -68,9 +68,7 @@ class EndpointSettings:
     served_model: str = ""
 
     def values_by_option(self) -> dict[str, str]:
-        """Return the values by the name of their command-line option; "" if an option is not
-        given.
-        """
+        """Return the values by command-line option, such as --tokenizer; "" if it is not given."""
         return {"--tokenizer": self.tokenizer, "--served-model": self.served_model}
 
 
@@ -222,9 +220,7 @@ def _require_known_options(settings: ScoringEngineSettings) -> None:
 
 
 def _require_divisible(settings: ScoringEngineSettings) -> None:
-    """Raise InvalidInput if a setting excludes --device-map, which divides the model over
-    devices.
-    """
+    """Raise InvalidInput for a setting that cannot be used together with --device-map."""
     problem = ""
     if settings.device_map != DEVICE_MAP:
         problem, hint = f"unknown device map {settings.device_map!r}", f"use {DEVICE_MAP}"
@@ -243,7 +239,7 @@ def _require_divisible(settings: ScoringEngineSettings) -> None:
 
 
 class _Program:
-    """The parts of the running teacher, from the bound port to the loaded engine and its servers.
+    """The running teacher: its port, its engine while and after loading, and its servers.
 
     `redis` is the connection of the cache, if the settings have one.
     """

@@ -1,6 +1,6 @@
-"""The audit log of a server: one line of JSON for each request that changes something, each
-download, and calls that are refused for their tokens.
+"""The audit log of a server, a file with one line of JSON per logged request.
 
+Logged are requests that change something, downloads, and calls that are refused for their tokens.
 The server writes the line before it answers the caller. A line has no text of jobs and no tokens.
 The file is opened for each line, so it can be moved at any time.
 """

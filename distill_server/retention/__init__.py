@@ -1,1 +1,1 @@
-"""Removal of ended jobs, and backups of the database."""
+"""Removal of ended jobs, and import of run directories."""

@@ -123,8 +123,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
     async def GetJob(self, request: pb.GetJobRequest, context: _Context) -> pb.Job:
         """Return one job with its configuration and the steps of its checkpoints.
 
-        The steps are missing if the run directory does not answer; the job's phase then has a
-        message.
+        If the run directory does not answer, the steps are missing and the job's phase says so.
         """
         job = self._store.resolve(request.job_id)
         checkpoints: tuple[int, ...] = ()

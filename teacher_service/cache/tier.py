@@ -40,9 +40,7 @@ class Tier(Protocol):
         ...
 
     def put(self, entry: StoredRows) -> None:
-        """Store `entry`, except if the tier already has its key. Returns at once and never
-        raises.
-        """
+        """Store `entry` if the tier does not have its key yet. Returns at once and never raises."""
         ...
 
     def drop(self, key: bytes) -> None:

@@ -1,6 +1,4 @@
-"""The capture loop: scores the files of the plan. A thread writes a file while the next is
-scored.
-"""
+"""The capture loop: scores the files of the plan, and writes each file during the next one."""
 
 from __future__ import annotations
 

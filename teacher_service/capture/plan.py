@@ -84,14 +84,12 @@ class CapturePlan:
         return f"left out: {self.too_long} too long, {self.empty} with nothing to score"
 
     def files_of(self, index: int, count: int) -> range:
-        """Return the file numbers of part `index` (from 0) of all files, if there are `count`
-        parts.
-        """
+        """Return the file numbers of part `index` (from 0), if all files form `count` parts."""
         total = len(self.files) - 1
         return range(total * index // count, total * (index + 1) // count)
 
     def file(self, number: int) -> range:
-        """Return the sequence numbers of a file."""
+        """Return the numbers of the sequences in the file with this number."""
         return range(int(self.files[number]), int(self.files[number + 1]))
 
 

@@ -86,7 +86,7 @@ class SequenceReader:
         yield from self.read(self.located_records())
 
     def read(self, records: Iterator[LocatedRecord]) -> Iterator[CaptureSequence]:
-        """Yield the sequences of some records, and count those that are left out."""
+        """Yield the sequences of these records, and count the omitted records."""
         for ids, start, images, prompt in self._encode_records(records):
             sequence = CaptureSequence(ids, start, images, prompt)
             if not len(ids):

@@ -53,8 +53,8 @@ class EndpointEngine:
     """A model behind the HTTP interface of vLLM, or behind another server that echoes prompts.
 
     The server does not identify its weights: the fingerprint covers the model's name on the server,
-    its limits and the tokenizer. Start a teacher with another `served_model`, or without a cache,
-    when the weights behind a name change.
+    its limits and the tokenizer. If the weights behind a name change, start the teacher with
+    another `served_model`, or without a cache.
     """
 
     def __init__(

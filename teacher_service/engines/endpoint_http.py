@@ -57,9 +57,7 @@ class HttpEndpoint:
         )
 
     async def get(self, path: str) -> Any:
-        """Send a GET request and return the parsed JSON answer. Raises the same errors as
-        `post`.
-        """
+        """Send a GET request and return the parsed JSON answer. Raises the errors of `post`."""
         return await self._request("GET", path, None)
 
     async def post(self, path: str, body: object) -> Any:

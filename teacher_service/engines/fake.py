@@ -186,9 +186,7 @@ def _compute_rows(
 
 
 def _draw_samples(weights: NDArray[np.float64], uniforms: NDArray[np.float64]) -> NDArray[np.int32]:
-    """Return the drawn ids. The result equals `tail_samples.draw`, but is computed without
-    torch.
-    """
+    """Return the same ids as `tail_samples.draw`, computed with numpy instead of torch."""
     cumulative_weights = weights.cumsum(axis=1)
     levels = np.minimum(
         uniforms * cumulative_weights[:, -1:], np.nextafter(cumulative_weights[:, -1:], 0)

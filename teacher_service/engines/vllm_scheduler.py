@@ -48,8 +48,9 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
             self.running = [*paused_requests, *self.running]
 
     def _prepare_short_step(self) -> list[Any]:
-        """Set the limit of a short step. Returns the requests that pause, removed from
-        `running`.
+        """Set the limit of a short step, and remove the requests that pause from `running`.
+
+        Returns the removed requests.
         """
         single_requests = [request for request in self.running if _is_single(request)]
         other_requests = [request for request in self.running if not _is_single(request)]

@@ -79,8 +79,9 @@ def find_weight(path: Path, names: Sequence[str]) -> StoredWeight:
 
 
 def find_bias(path: Path, names: Sequence[str]) -> str:
-    """Return the first of `names` that the files have. Raises InvalidInput if the files have none
-    of them.
+    """Return the first name in `names` that a tensor in the weight files has.
+
+    Raises InvalidInput if the files have none of these tensors.
     """
     tensors = _list_layer_tensors(path, names)
     for name in names:
@@ -165,7 +166,10 @@ def read_tensor(path: Path, name: str, rows: range | None = None) -> Tensor:
 
 
 def _list_layer_tensors(path: Path, names: Sequence[str]) -> dict[str, _TensorInfo]:
-    """Return the tensors that the files have for the layers of `names`."""
+    """Return the tensors in the weight files that belong to the layers of `names`.
+
+    `names` are names of parameters, such as "lm_head.weight", whose layer is "lm_head".
+    """
     layers = tuple({name.rpartition(".")[0] + "." for name in names})
     tensor_infos: dict[str, _TensorInfo] = {}
     for file in weight_files(path):

@@ -221,9 +221,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 def _estimate_bytes(queries: Sequence[ScoreQuery]) -> int:
-    """Return the estimated size of the rows in bytes. Raises InvalidInput if it is above the
-    limit.
-    """
+    """Return the estimated size of the rows in bytes. Raises InvalidInput above the limit."""
     id_count = sum(query.rows * (query.k + query.tail_draws) for query in queries)
     size = _HEAD_ID_BYTES * id_count + _ROW_BYTES * sum(query.rows for query in queries)
     if size > MAX_ANSWER_BYTES // 2:

@@ -58,9 +58,7 @@ class Part(NamedTuple):
 
 
 def format_literal(text: bytes, mask: Mask | None = None) -> Part:
-    """Return a part with the text `text` for every entry, or only for the entries in `mask`
-    [...].
-    """
+    """Return a part with the text `text` for every entry, or only for entries in `mask` [...]."""
     chars = np.frombuffer(text, np.uint8)
     return Part(chars, np.ones(len(chars), bool) if mask is None else mask[..., None])
 

@@ -42,9 +42,7 @@ async def on_error(request: Request, error: Exception) -> Response:
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
-    """Return the HTTP response to a request for a path or a method that this server does not
-    have.
-    """
+    """Return the HTTP response to a request for an unknown path or a wrong method."""
     assert isinstance(error, HTTPException)
     path = f"{request.method} {request.url.path}"
     hint = "the pages are /v1/models, /v1/completions, /inference/v1/generate, /health and /metrics"

@@ -24,7 +24,7 @@ Memory = Mapping[int | str, int]
 
 
 def free_memory(share: float) -> Memory:
-    """Return `share` of the memory that is free on each GPU and in this machine.
+    """Return the free bytes times `share`, for each GPU and for the memory of this machine.
 
     Raises InvalidInput if accelerate is not installed.
     """

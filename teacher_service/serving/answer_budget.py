@@ -74,9 +74,7 @@ class BudgetShare:
         return True
 
     def give_back_unfinished(self) -> None:
-        """Give back the bytes of the unfinished request, because it is complete now or was
-        dropped.
-        """
+        """Give back the bytes of the unfinished request, which is complete now or was dropped."""
         size, self._unfinished = self._unfinished, 0
         self._budget._unfinished -= size
         self.give_back(size)

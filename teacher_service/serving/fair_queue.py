@@ -1,4 +1,4 @@
-"""Queries that wait for the engine, in an order that shares the engine among their senders."""
+"""The queue of queries that wait for the engine. Its order shares the engine among the senders."""
 
 from __future__ import annotations
 

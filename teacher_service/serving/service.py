@@ -1,4 +1,4 @@
-"""The gRPC servicer of the teacher: each method decodes, makes one domain call, and encodes."""
+"""The gRPC servicer of the teacher. It decodes requests, calls the service, encodes replies."""
 
 from __future__ import annotations
 

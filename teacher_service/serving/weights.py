@@ -54,10 +54,10 @@ class WeightUpdater:
     async def push(self, parts: Parts) -> ScoringEngineInfo:
         """Receive, validate and apply an update; return the info of the engine after it.
 
-        On each of these errors, the weights are unchanged. Raises WrongState if the engine cannot
-        take weights or the update follows another version, InvalidInput if a tensor is wrong,
-        missing or not finite, Corrupt if a checksum does not match, Overloaded if another push is
-        in progress, and TimedOut if no part arrives for 60 seconds.
+        Raises WrongState if the engine cannot take weights or the update follows another version,
+        InvalidInput if a tensor is wrong, missing or not finite, Corrupt if a checksum does not
+        match, Overloaded if another push is in progress, and TimedOut if no part arrives for 60
+        seconds. After each of these errors, the weights are unchanged.
         """
         engine, batcher = self._engine, self._dispatcher
         if not isinstance(engine, UpdatableEngine) or not isinstance(batcher, Batcher):
