@@ -40,7 +40,7 @@ class SpecialTokenStore:
         self._prompts = prompts
 
     def check(self, data: LogitDataset, label: str, longest: int | None) -> None:
-        """Raise InvalidInput if a stored prompt is unknown, or a sequence has too many tokens.
+        """Raise InvalidInput if a stored prompt is not known, or if a sequence has too many tokens.
 
         `longest`: maximum number of tokens that the student reads; None: no limit.
         """

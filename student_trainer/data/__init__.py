@@ -1,1 +1,1 @@
-"""Prompts, their order, sequences, batches and captured stores."""
+"""The data of training: prompts and their order, token sequences, batches, captured stores."""

@@ -68,7 +68,7 @@ class Example:
 def example_encoding(
     config: SFTJob, tokenizer: Any, model_ids: ModelIds = ALL_IDS
 ) -> tuple[RecordReader, Encoder[Example]]:
-    """Return a reader of the job's records, and an encoder of records as examples.
+    """Return a reader of the job's records, and an encoder that converts records to examples.
 
     Records without an answer, and sequences of more than `method.max_tokens` tokens, are skipped
     and counted. Raises InvalidInput if the chat template does not suit the job.
@@ -93,7 +93,7 @@ def load_examples(
 ) -> tuple[ItemsOfSteps[Example], list[Example]]:
     """Return the training examples and the held-out examples.
 
-    Raises InvalidInput as `load_items` and `example_encoding` do.
+    Raises InvalidInput for the reasons of `load_items` and `example_encoding`.
     """
     warn_of_date(config.data.prompt_format, template_text(tokenizer.chat_template))
     return load_items(
@@ -115,7 +115,7 @@ class _ExampleEncoder:
         *,
         learns_all_answers: bool,
     ) -> None:
-        """`learns_all_answers`: learn all assistant messages, not only the last."""
+        """`learns_all_answers`: True: learn all assistant messages; False: learn only the last."""
         self._prompt_format: PromptFormat = data.prompt_format
         self._tokenizer = tokenizer
         self._parts = TemplateParts(self._prompt_format, tokenizer)

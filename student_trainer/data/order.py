@@ -36,7 +36,7 @@ class EpochOrder:
     seed: int
 
     def of_step(self, step: int, count: int) -> list[int]:
-        """Return the `count` indices of `step` (from 1), independent of earlier calls."""
+        """Return the `count` indices of `step` (from 1); earlier calls do not change the result."""
         first = (step - 1) * count
         return [self._index_at(index) for index in range(first, first + count)]
 

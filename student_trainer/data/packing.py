@@ -98,7 +98,7 @@ def _group_longest_first(
 
 
 def _count_leading(items: Sequence[_HasSequence], max_tokens: int, layout: Layout) -> int:
-    """Return the number of leading sequences that fit into one group, at least 1."""
+    """Return how many sequences, from the first on, fit into one group; at least 1."""
     counts = range(2, len(items) + 1)
     return 1 + bisect_left(counts, True, key=lambda n: not _fits(items[:n], max_tokens, layout))
 

@@ -84,7 +84,7 @@ class ModelIds:
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Any, count: int) -> ModelIds:
-        """Return the ids of a model with `count` embeddings."""
+        """Return the ModelIds of a model that has `count` embeddings."""
         vocabulary = tokenizer.get_vocab()
         return cls(count, {i: token for token, i in vocabulary.items() if i >= count})
 

@@ -1,7 +1,9 @@
 """KL estimators from the sampled token alone (k = 0): k1 to k5.
 
-y ~ p, w = q(y)/p(y), r = p(y)/sg(p(y)) (value 1), sg = stop-gradient. Sources: Schulman's note
-"Approximating KL divergence" (k1, k2, k3); EMA-PG, arXiv 2602.04417 (k3++, k4, k5).
+- y: the token, sampled from the student p. q is the teacher.
+- w = q(y)/p(y).
+- r = p(y)/sg(p(y)): its value is 1, its gradient is that of log p(y).
+- sg: stop-gradient.
 
     kind   expression                value unbiased for   gradient unbiased for
     k1     -log w                    KL(p||q)             nothing (its mean is zero)
@@ -12,6 +14,9 @@ y ~ p, w = q(y)/p(y), r = p(y)/sg(p(y)) (value 1), sg = stop-gradient. Sources: 
     k5     sg(w) log w + log r       KL(q||p)             KL(q||p)
 
 If another policy mu sampled y, multiply the result by the importance weight sg(p(y)/mu(y)).
+
+Sources: Schulman's note "Approximating KL divergence" (k1, k2, k3); EMA-PG, arXiv 2602.04417 (k3++,
+k4, k5).
 """
 
 from __future__ import annotations

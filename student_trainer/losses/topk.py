@@ -1,10 +1,18 @@
 """Top-k KL: exact over the head, with a correction for the tail.
 
-S is the head: k ids that neither depend on the sampled token y nor carry a gradient. Reverse,
-KL(p||q): S = top-k of the sampling policy. Forward, KL(q||p): S = top-k of the teacher. The sum
-over S is exact; `tail` selects the term for the ids outside S. P_t and Q_t are the tail masses of
-student and teacher, P_S the student's head mass, m = 1[y not in S], r = p(y)/sg(p(y)), w =
-q(y)/p(y), s the importance weight, sg = stop-gradient.
+p is the student, q the teacher and y the sampled token. The head S is a set of k ids:
+
+- reverse, KL(p||q): the top-k of the sampling policy.
+- forward, KL(q||p): the top-k of the teacher.
+
+S neither depends on y nor carries a gradient. The sum over S is exact. `tail` selects the term for
+the ids outside S. The table has these symbols:
+
+- P_t, Q_t: the tail masses of student and teacher.
+- m = 1[y not in S], r = p(y)/sg(p(y)), w = q(y)/p(y).
+- s: the importance weight.
+- sg: stop-gradient.
+- R, v_i: defined below the table.
 
     tail             added to the head: reverse | forward                 unbiased
     none             0: the truncated KL; not a KL, can be negative       no
@@ -16,10 +24,13 @@ q(y)/p(y), s the importance weight, sg = stop-gradient.
     bucket+teacher_samples          | bucket + (Q_t/M) sum_i [log q~(y_i) - log p~(y_i)]
                      forward only, y_i drawn by the teacher from its tail  value and gradient
 
-`published` is Algorithms 1 and 2 of EMA-PG (arXiv 2602.04417). Its gradient is that of the KL plus
-grad P_S (reverse) or minus grad P_S (forward): the term that K4 and K5 omit sums to zero over the
-full vocabulary but not over the tail. This mode exists to reproduce the paper. `bucket+sampled`
-omits the same term within the tail distributions p~ = p/P_t and q~ = q/Q_t, where it sums to zero:
+`published` is Algorithms 1 and 2 of EMA-PG (arXiv 2602.04417). This mode exists to reproduce the
+paper. Its gradient is that of the KL plus grad P_S (reverse) or minus grad P_S (forward), where P_S
+is the student's head mass. The cause is a term that K4 and K5 omit: it sums to zero over the full
+vocabulary but not over the tail.
+
+`bucket+sampled` omits the same term within the tail distributions p~ = p/P_t and q~ = q/Q_t, where
+it sums to zero:
 
     reverse  R = r sg(log p~(y) - log q~(y))
     forward  R = sg(w (log q~(y) - log p~(y))) - sg(w - Q_t/P_t) (log p~(y) - sg(log p~(y)))
@@ -27,10 +38,11 @@ omits the same term within the tail distributions p~ = p/P_t and q~ = q/Q_t, whe
 Q_t/P_t is a control variate: the mean of its term is zero.
 
 `bucket+draws` has the same R at M ids z_i outside S, so this sum does not depend on whether y is in
-S. Let M g(z) be the expected number of times that z is drawn; then v_i = sg(p(z_i) / (M g(z_i))),
-and the expectation of the sum is the sum over the tail of p(z) R(z), for any g with g(z) > 0 on the
-tail, with independent or stratified draws. g = p~, the student's own tail, gives v_i = sg(P_t)/M;
-if another policy mu drew from its own tail, g = mu/mu_t. docs/methods.md has the derivation.
+S. Let M g(z) be the expected number of times that z is drawn. Then v_i = sg(p(z_i) / (M g(z_i))).
+The expectation of the sum is the sum over the tail of p(z) R(z), with independent or stratified
+draws, for any g with g(z) > 0 on the tail. If the student draws from its own tail, g = p~ and v_i =
+sg(P_t)/M. If another policy mu drew from its own tail, g = mu/mu_t, where mu_t is its tail mass.
+docs/methods.md has the derivation.
 """
 
 from __future__ import annotations
@@ -182,7 +194,10 @@ def _estimate_within_tail(
     log_v: Tensor,
     direction: Direction,
 ) -> Tensor:
-    """Return R of each sample, times the detached exp(log_v)."""
+    """Return R of each sample, multiplied by the detached exp(log_v).
+
+    The module docstring defines R.
+    """
     gap = ((log_p - log_p_tail) - (log_q - log_q_tail)).detach()
     if direction == "reverse":
         return _bounded_exp(log_v) * (log_p - log_p.detach()).exp() * gap

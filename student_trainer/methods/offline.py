@@ -8,21 +8,21 @@ One step, in order:
 2. Rows. A thread verifies and decodes the sequences up to two steps ahead of training
    (`clients/store/dataset.py`). `read` returns them as `PendingRows` (`teachers/source.py`) whose
    rows have already arrived.
-3. Mixture, only if `method.on_policy_fraction` > 0. For the first sequences of the step only the
-   prompt is used: the student samples a completion (`rollouts/rollouts.py`) and a live teacher
+3. Mixture, only if `method.on_policy_fraction` > 0. Of the first sequences of the step, only the
+   prompts are used: the student samples a completion (`rollouts/rollouts.py`) and a live teacher
    scores it (`teachers/scored_rollouts.py`): `SampledTokens` -> `Rollout` -> `PendingRows`. With a
    table `rollouts`, an engine samples (`rollout_client/rollouts_ahead.py`).
 4. Micro-batches. The learner (`loop/learner.py`) groups the sequences (`data/packing.py`), several
-   to a line if the model allows it, but never stored and sampled sequences together. The learner
+   per line if the model allows it. A group has only stored or only sampled sequences. The learner
    waits for the rows of one group (`PendingRows` -> `ScoredSequence`) and makes its tensors
    (`ScoredSequence` -> `Batch`, both in `data/batch.py`).
 5. Loss. `DistillationObjective` (`objectives/distillation.py`) computes the forward Top-k KL of
    each token (`losses/topk.py`) from the stored rows and the student's rows (`model/student.py`,
    which calls `losses/fused/linear_loss.py`). It adds `method.cross_entropy` times the
    cross-entropy of the stored tokens. If the store has another tokenizer (`data.tokenizer`), the
-   student reads its own tokens of the stored texts (`cross_tokenizer/store.py`), and the loss is
-   the cross-entropy with the rows of word beginnings as control variates, or compares likelihoods
-   (`cross_tokenizer/objectives.py`).
+   student reads its own tokens of the stored texts (`cross_tokenizer/store.py`). The loss is then
+   the cross-entropy, with the rows at which words begin as control variates, or it compares the
+   likelihoods of token runs (`cross_tokenizer/objectives.py`).
 6. Update. The trainer averages over all tokens of all processes, clips the gradient and runs AdamW.
 
 `prepare` reads and checks the data that the job needs, and `build` connects these parts.

@@ -3,26 +3,29 @@
 One step, in order:
 
 1. Prompts. `RLPrompts.training` (`methods/rl_prompts.py`) returns `train.prompts_per_step` prompts
-   by the seed and the step number. They are divided into `method.updates_per_step` parts, and each
-   part among the processes. A process samples whole groups of `method.rollouts_per_prompt`. With
-   `method.dynamic_sampling`, `GroupSampler` (`methods/rl_groups.py`) repeats parts 1, 2 and 4 for
-   other prompts before part 3.
+   by the seed and the step number. They are divided among the `method.updates_per_step` updates,
+   and the prompts of each update among the processes. A process samples a whole group of
+   `method.rollouts_per_prompt` answers for each of its prompts. With `method.dynamic_sampling`,
+   `GroupSampler` (`methods/rl_groups.py`) repeats items 1, 2 and 4 of this list with other prompts
+   before item 3.
 2. Rollouts. `HuggingFaceRollouts` (`rollouts/rollouts.py`) samples one completion for each prompt;
    with a table `environment`, `SearchRollouts` (`rollouts/search.py`) samples several turns. With a
    table `rollouts`, an engine samples (`rollout_client/engine_rollouts.py`): `SampledTokens`
    (`rollouts/sampler.py`) -> `Rollout` (`data/sequence.py`).
 3. Rows of the first teacher source. `ScoredRollouts` (`teachers/scored_rollouts.py`) requests them
-   for each rollout: `Rollout` -> `PendingRows` (`teachers/source.py`). The sources are the teacher
-   service (`teachers/remote.py`), if the job has one, then the anchor (`teachers/anchor.py`), if
-   `method.beta` > 0; `NoTeacher` if the job has neither.
+   for each rollout: `Rollout` -> `PendingRows` (`teachers/source.py`). The first source is the
+   teacher service (`teachers/remote.py`), if the job has one. The next source is the anchor
+   (`teachers/anchor.py`), if `method.beta` > 0. If the job has neither, the source is `NoTeacher`.
 4. Rewards. `RolloutRewards` (`rewards/rollout_rewards.py`) scores the text of each answer.
-5. Rows of the other source, at the same head ids. `finish` makes the anchor compute its rows.
-6. Advantages. From the rewards of a group (`losses/advantages.py`), or from the critic and GAE
-   (`critic.py`), which also trains the critic.
+5. Rows of the second source, if there is one, at the same head ids. The call of `finish` makes the
+   anchor compute its rows.
+6. Advantages. They are computed from the rewards of a group (`losses/advantages.py`), or with a
+   critic and GAE (`critic.py`, which also trains the critic).
 7. Weights. `sequence_weights` (`losses/aggregate.py`) returns the weight of each answer. The
    rollout, its rows, its advantage and its weight become one `PendingRLSequence`.
-8. Log-probs of p_old, the student before the first update (`OldPolicy`), for the policy gradient of
-   the updates after the first one. The updates are repeated `method.epochs_per_step` times.
+8. Log-probs under p_old, the student before the first update. `OldPolicy` (`methods/rl_parts.py`)
+   computes them, because the policy gradient of all updates after the first needs them. The updates
+   are repeated `method.epochs_per_step` times.
 9. Micro-batches, for each update. The learner (`loop/learner.py`) groups the sequences
    (`data/packing.py`), waits for the rows of one group (`PendingRLSequence` -> `RLSequence`) and
    makes its tensors (`RLSequence` -> `RLBatch`, both in `objectives/rl.py`).

@@ -6,17 +6,18 @@ One step, in order:
    conversation. `PromptSet.of_step` (`data/prompts.py`) selects `train.prompts_per_step` of them by
    the seed and the step number, and tokenizes them. Each of n processes takes every n-th example,
    starting at its rank. Sequences longer than `method.max_tokens`, and records without an answer,
-   are left out and counted: an answer that is cut would teach the student to stop anywhere.
-2. Learned tokens. `Example.sequence` marks the tokens of the answer, with its end token; with
-   `method.train_on = "all"`, the tokens of every assistant message. The student reads prompt tokens
-   and does not learn them. `Example` -> `TokenSequence` (`data/sequence.py`) -> `PendingRows`
-   (`teachers/source.py`), whose rows are placeholders, because there is no teacher.
+   are left out and counted. They are not truncated, because a truncated answer would teach the
+   student to stop anywhere.
+2. Learned tokens. `Example.sequence` marks the tokens of the answer, with its end token. With
+   `method.train_on = "all"`, it marks the tokens of every assistant message. The student reads
+   prompt tokens and does not learn them. `Example` -> `TokenSequence` (`data/sequence.py`) ->
+   `PendingRows` (`teachers/source.py`), whose rows are placeholders, because there is no teacher.
 3. Micro-batches. The learner (`loop/learner.py`) groups the sequences (`data/packing.py`), several
-   to a line if the model allows it, and makes the tensors of a group (`ScoredSequence` -> `Batch`,
+   per line if the model allows it, and makes the tensors of a group (`ScoredSequence` -> `Batch`,
    both in `data/batch.py`).
-4. Loss. `CrossEntropyObjective` (`objectives/cross_entropy.py`) is -log p of each learned token
-   (`model/student.py`, which calls `losses/fused/linear_loss.py`), times `data.weight_column` if it
-   is set.
+4. Loss. `CrossEntropyObjective` (`objectives/cross_entropy.py`) computes -log p of each learned
+   token (`model/student.py`, which calls `losses/fused/linear_loss.py`), times `data.weight_column`
+   if it is set.
 5. Update. The trainer divides by the number of learned tokens of all processes, clips the gradient
    and runs AdamW.
 

@@ -1,13 +1,13 @@
 """Rollouts of an external engine, sampled up to `lag` steps before the step that uses them.
 
-Step n uses the rollouts of order n. Before step n, the weights of step n - 1 are published, and the
-engine gets order n + lag with this version:
+Step n uses the rollouts of order n. Before step n, the weights of step n - 1 are published, and
+order n + lag is sent to the engine with this version:
 
-    version n - 1 published -> order n + lag given -> order n awaited -> step n -> version n
+    publish version n - 1 -> send order n + lag -> wait for order n -> step n -> version n
 
-Order m is therefore sampled with version max(0, m - 1 - lag), at any speed of trainer and engine,
-and a step is a pure function of the job (`in_flight = "drain"`). No rollout is dropped. The teacher
-scores each rollout as soon as it is sampled.
+So order m is always sampled with version max(0, m - 1 - lag), however fast the trainer and the
+engine are. With `in_flight = "drain"`, a step depends only on the job. No rollout is dropped. The
+teacher scores each rollout as soon as it is sampled.
 
 A checkpoint of step n contains the rollouts of orders n + 1 to n + lag, because the weights that
 sampled them no longer exist when the run resumes.

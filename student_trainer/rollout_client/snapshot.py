@@ -4,7 +4,7 @@
                           with adapters (LoRA), in peft's format:
     adapter_model.safetensors, adapter_config.json
     probe.safetensors     token_ids [n, T] int64 and logprobs [n, T - 1] float32: the trainer's
-                          log-prob of each token after those before it, in nats, at temperature 1
+                          log-prob in nats of each token except the first, at temperature 1
     snapshot.json         {"number": ..., "dtype": ..., "files": {name: xxh3_128 of its bytes}}
 
 `snapshot.json` is written last and atomically, so a directory with this file is complete.

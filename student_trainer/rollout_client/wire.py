@@ -103,7 +103,7 @@ def order_parts(order: Order) -> list[rollouts_pb2.OrderPart]:
 
 
 def version_message(version: WeightsVersion) -> rollouts_pb2.WeightsVersion:
-    """Return the message of a version."""
+    """Return the protobuf message of a version of the weights."""
     return rollouts_pb2.WeightsVersion(
         lineage=version.lineage,
         number=version.number,

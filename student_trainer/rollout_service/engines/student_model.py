@@ -19,8 +19,8 @@ _OTHER_MODEL = "start the rollout service with the --model and --lora-rank of th
 def student_config(model: str, dtype: str, lora_rank: int) -> StudentConfig:
     """Return the student configuration for the options `--model`, `--dtype` and `--lora-rank`.
 
-    `lora_rank`: rank of the student's adapters; snapshots then contain only the adapters. 0: the
-    student has no adapters. Raises InvalidInput.
+    `lora_rank`: rank of the student's adapters; snapshots then contain only the adapters. 0 means
+    that the student has no adapters. Raises InvalidInput if an option cannot be used.
     """
     if dtype not in ("auto", "float32", "bfloat16"):
         raise InvalidInput(
