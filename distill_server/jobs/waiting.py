@@ -157,7 +157,7 @@ class Waits:
         """Return the error because of which the job must wait; None if the job can start.
 
         The result is also None for a problem that waiting cannot solve: the trainer reports such a
-        problem. `waits_for` is the field of the attempt.
+        problem. `waits_for` is the value of `Attempt.waits_for`.
         """
         try:
             config = parse_config(job.config_json)
@@ -209,6 +209,6 @@ def _is_queued(job: Job, wait: _Wait) -> bool:
 
 
 def _format_phase(wait: _Wait, problem: str = "no answer") -> str:
-    """Return the phase of a waiting job. `problem` is the error of the last try."""
+    """Return the phase of a waiting job. `problem` is the error message of the last try."""
     since, subject = format_clock(wait.attempt.waiting_since), wait.attempt.waits_for
     return f"WAITING {subject}: {problem} since {since}; next try in {wait.pause:g} s"

@@ -48,9 +48,12 @@ class CaptureSequence:
 class SequenceReader:
     """An iterable of the sequences of a data set; iterate only once.
 
-    Three counters grow during the iteration: `records` (records read), `too_long` (sequences
-    skipped because of more than `max_tokens` tokens), and `empty` (records skipped because they
-    have nothing to score).
+    Three counters grow during the iteration:
+
+    - records: number of records read.
+    - too_long: number of sequences that were skipped because they have more than `max_tokens`
+      tokens.
+    - empty: number of records that were skipped because they have nothing to score.
     """
 
     def __init__(

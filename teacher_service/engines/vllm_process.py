@@ -118,7 +118,9 @@ class VllmProcess:
         return pooled
 
     def add_adapter(self, name: str, number: int, path: Path) -> None:
-        """Load the adapter in the directory `path`. Raises the error of vLLM."""
+        """Load the adapter in the directory `path` under `name`. Raises vLLM's error if this
+        fails.
+        """
         from vllm.lora.request import LoRARequest
 
         request = LoRARequest(name, number, str(path.absolute()))
@@ -174,9 +176,10 @@ async def _start_llm(options: Mapping[str, Any]) -> Any:
 def read_options(option_texts: Sequence[str], reserved_names: Collection[str]) -> dict[str, Any]:
     """Parse options, each NAME=VALUE, for vLLM's AsyncEngineArgs.
 
-    A value is JSON, such as 2, true or {"a": 1}, or else text. `reserved_names`: the options that
-    the engine sets itself. Raises InvalidInput (--engine-option) for one of those, for a name that
-    vLLM does not have, and for a repeated name.
+    A value is parsed as JSON, such as 2, true or {"a": 1}. A value that is not JSON is a text.
+    `reserved_names` are the options that the engine sets itself. Raises InvalidInput
+    (--engine-option) for a reserved name, for a name that vLLM does not have, and for a repeated
+    name.
     """
     if not option_texts:
         return {}

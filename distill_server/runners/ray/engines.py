@@ -209,9 +209,9 @@ class Engines:
         )
 
     def _replace_or_give_up(self, engine: _Engine, reason: str) -> None:
-        """Start a service again that ended by itself.
+        """Handle a service whose process has ended by itself, for the reason `reason`.
 
-        A service that was never ready, or that ended too often, is given up.
+        The service is started again. If it was never ready, or has ended too often, it is given up.
         """
         error_lines = [
             line for line in self._read_log(engine).splitlines() if line.startswith("error: ")
