@@ -301,9 +301,12 @@ def open_cross_tokenizer_store(
     None if the store has the student's tokenizer, or if the job requires this. `longest`: maximum
     number of tokens that the student reads.
 
-    Raises InvalidInput or WrongState, with the job key, if the tokenizer of the store does not
-    exist, if a given tokenizer is not that of the store or cannot be aligned, or if a prompt is
-    unknown.
+    Raises InvalidInput or WrongState, with the job key, if:
+
+    - the tokenizer of the store does not exist,
+    - the given tokenizer is not the tokenizer of the store,
+    - the tokenizer cannot be aligned, or
+    - a prompt is unknown.
     """
     tokenizer_key, store = config.data.tokenizer, stores.training
     fingerprint = store.facts["tokenizer_fingerprint"]

@@ -133,8 +133,11 @@ class _ExampleEncoder:
     def is_doubtful(self, record: PromptRecord) -> bool:
         """Return whether `encode` may raise InvalidInput for this record.
 
-        True if the prompt may have no tokens, if a text may contain a token that the model does not
-        have, or if the record has a kind of message part that no earlier record had.
+        This is the case if:
+
+        - the prompt may have no tokens,
+        - a text may contain a token that the model does not have, or
+        - the record has a kind of message part that no earlier record had.
         """
         conversation = _learned_part(self._prompt_format, record.conversation)
         if self._model_ids.may_lack(record) or self._parts.has_new(conversation):

@@ -156,9 +156,12 @@ class _PromptEncoder:
     def is_doubtful(self, record: PromptRecord) -> bool:
         """Return whether `encode` may raise InvalidInput for this record.
 
-        True if the question is empty, if a text may contain a token that the model does not have,
-        or if the record has a kind of message part that no earlier record had. `encode` checks each
-        new kind against the chat template.
+        This is the case if:
+
+        - the question is empty,
+        - a text may contain a token that the model does not have, or
+        - the record has a kind of message part that no earlier record had. `encode` checks each new
+          kind against the chat template.
         """
         return (
             not record.conversation.question.strip()
@@ -415,9 +418,11 @@ def load_prompts(
 ) -> tuple[ItemsOfSteps[Prompt], list[Prompt]]:
     """Return the training prompts and the held-out prompts. `options`: see `prompt_encoding`.
 
-    Raises InvalidInput for the reasons of `load_items` and `prompt_encoding`, and if a prompt has
-    no tokens, if a prompt has a token that is not in `model_ids`, or if `teachers` is not empty and
-    does not contain the teacher of a prompt.
+    Raises InvalidInput for the reasons of `load_items` and `prompt_encoding`, and if a prompt:
+
+    - has no tokens,
+    - has a token that is not in `model_ids`, or
+    - names a teacher that is not in `teachers`, if `teachers` is not empty.
     """
     warn_of_date(data.prompt_format, template_text(tokenizer.chat_template))
     return load_items(*prompt_encoding(data, tokenizer, **options), held_out=held_out, seed=seed)
@@ -474,9 +479,13 @@ def load_items(
     and checked. Only the held-out records, the `surveyed_rows` and the doubtful records are
     tokenized.
 
-    Raises InvalidInput if a file or column is missing, if a record cannot be used, if no record is
-    left, or if more than the share `data.max_left_out` of the `surveyed_rows` of a data set is
-    skipped.
+    Raises InvalidInput if:
+
+    - a file or column is missing,
+    - a record cannot be used,
+    - no record is left, or
+    - the share of skipped records among the `surveyed_rows` of a data set exceeds
+      `data.max_left_out`.
     """
     data = reader.data
     tables = {

@@ -198,10 +198,10 @@ class RLObjective:
     def metrics(self, batch: Batch, out: FusedLoss) -> dict[str, Tensor]:
         """Return (sum, number) of each metric. The names are the same for all batches. No gradient.
 
-        kl/NAME, for each KL term: an estimate of the KL in nats, independent of the tail mode of
-        the loss. Its tail mode is `bucket+draws`, or `bucket+sampled` without draws. The estimate
-        is unbiased if neither `method.importance_clip` nor `method.importance_mask` changes its
-        weights.
+        kl/NAME, for each KL term: an estimate of the KL in nats. For every tail mode of the loss,
+        it is computed with `bucket+draws`, or with `bucket+sampled` if there are no draws. The
+        estimate is unbiased if neither `method.importance_clip` nor `method.importance_mask`
+        changes its weights.
         """
         assert isinstance(batch, RLBatch)
         rows, all_rows = out.rows, slice(0, len(batch))

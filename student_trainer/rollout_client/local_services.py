@@ -171,8 +171,9 @@ def share_threads(config: AnyTraining, rollouts: RolloutsConfig) -> int:
 def _priority_command(rollouts: RolloutsConfig) -> list[str]:
     """Return a command prefix that lowers the CPU priority of an engine; [] if it is not needed.
 
-    It is used on CPUs with a lag. The trainer's threads wait for each other, so the engine should
-    only use idle CPU time. In measurements, a step then takes a quarter less time.
+    It is used if the machine has no GPUs and `rollouts.lag` is above 0. The trainer's threads wait
+    for each other, so the engine should only use idle CPU time. In measurements, a step then takes
+    a quarter less time.
     """
     return ["nice", "-n", "5"] if rollouts.lag and not gpus_here() else []
 
@@ -297,7 +298,7 @@ class _Service:
 def _gpu_variable(config: AnyTraining, rollouts: RolloutsConfig, number: int) -> dict[str, str]:
     """Return the environment variable that selects the GPUs of engine `number`; {} without GPUs.
 
-    An engine with its own GPUs gets GPUs after those of the trainer. Otherwise the engine shares
+    An engine with its own GPUs uses the GPUs that follow the trainer's. Otherwise the engine shares
     the GPU of trainer process `number`. Raises InvalidInput if this machine, or the job's share of
     this machine, has too few GPUs.
     """

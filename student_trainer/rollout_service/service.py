@@ -32,7 +32,7 @@ _MAX_JOBS = 10_000
 
 
 class Fence:
-    """Refuses orders of a job's earlier attempt after a later attempt has sent an order.
+    """Refuses the orders of an earlier attempt of a job after a later attempt has sent an order.
 
     The newest attempt of each job is stored in memory only, so it is lost when the service
     restarts.

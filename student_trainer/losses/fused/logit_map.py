@@ -41,10 +41,7 @@ class LogitCurve:
         return (1.0 if self.height is None else self.height) / self.width
 
     def slope(self, values: Tensor) -> Tensor | float:
-        """Return the slope f'(x) at the point x where f(x) is the given value.
-
-        `values`: the function values f(x).
-        """
+        """Return the slope f'(x) of the curve at the points x with f(x) = `values`."""
         if self.height is None:
             return self.steepest
         return (1 - (values / self.height).square()).clamp_(min=0).mul_(self.steepest)

@@ -28,9 +28,10 @@ class Launch:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The launch options for Triton, without the constants of the kernel.
+        """The launch options for Triton, except the constants of the kernel.
 
-        Multiplications and additions are fused, as was the default of Triton before 3.10.
+        They let Triton fuse multiplications and additions, which was the default before Triton
+        3.10.
         """
         return {"num_warps": self.warps, "enable_fp_fusion": True}
 
