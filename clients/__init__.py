@@ -2,8 +2,8 @@
 
     from clients import DistillClient, LogitStore, TeacherClient, load_job
 
-The names in `__all__` are the public interface. Each is imported from its module on first use, so
-`import clients` loads neither torch nor gRPC.
+The names in `__all__` are the public interface. The first use of a name imports its module, so
+`import clients` itself imports neither torch nor gRPC.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its module when it is first used (PEP 562)."""
+    """Return the value of a public name. The first use of the name imports its module (PEP 562)."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULES[name]), name)

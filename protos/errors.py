@@ -135,7 +135,10 @@ class Corrupt(DistillError, ValueError):
 
 
 class InternalFault(DistillError, RuntimeError):
-    """A defect in this software. The id in the message is also in the server's log."""
+    """A defect in this software.
+
+    The message has an id, under which the server's log has the traceback.
+    """
 
 
 CATEGORIES: tuple[type[DistillError], ...] = (

@@ -1,7 +1,7 @@
-"""The optional dependencies (extras) of this package: missing packages and the install command.
+"""The optional dependencies (extras) of this package: missing packages, and the install command.
 
-The packages are read from the metadata of the installed distribution, so pyproject.toml is the only
-place that lists them. `extra` may be one extra ("train") or several, separated by commas.
+The packages are read from the metadata of the installed distribution, so only pyproject.toml lists
+them. An argument `extra` is the name of one extra ("train"), or of several, separated by commas.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _pip_command() -> str:
-    """Return "pip" if this is the pip of this Python, else the full path of this Python's pip."""
+    """Return "pip" if it is the pip of this Python, else the full path of this Python's pip."""
     own_pip = Path(sys.executable).with_name("pip")
     pip_on_path = shutil.which("pip")
     return (

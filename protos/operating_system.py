@@ -1,7 +1,7 @@
 """The differences between operating systems.
 
 The client runs on Linux, macOS and Windows. Servers, teachers, rollout services and trainers need
-Linux: process trees, /proc and directories in memory.
+Linux, because they use process trees, /proc and directories in memory.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def sync_directory(path: Path) -> None:
 
 
 def write_at(descriptor: int, data: bytes, offset: int) -> None:
-    """Write `data` at `offset` of an open file."""
+    """Write `data` to an open file, from the byte `offset` on."""
     if sys.platform == "win32":
         os.lseek(descriptor, offset, os.SEEK_SET)
         os.write(descriptor, data)

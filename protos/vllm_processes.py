@@ -113,7 +113,7 @@ class DeathWatch:
             self.exit("a process of vLLM died")
 
     def exit(self, reason: str) -> None:
-        """Exit this process with code 1."""
+        """Log the reason, and exit this process with code 1."""
         log.critical("%s; %s exits with code 1; start the program again", reason, self._program)
         os._exit(_DEATH_EXIT_CODE)
 
@@ -122,7 +122,7 @@ class DeathWatch:
         self._is_closed = True
 
     def _poll(self) -> None:
-        """Check vLLM every few seconds.
+        """Check vLLM several times per second.
 
         vLLM can die between requests, or without answering a request.
         """
@@ -132,9 +132,9 @@ class DeathWatch:
 
 
 def die_with(pid: int) -> None:
-    """Exit this process, a worker of vLLM, when the process `pid` that started vLLM ends.
+    """Exit this process, a worker of vLLM, when the process that started vLLM (`pid`) has ended.
 
-    A killed program cannot stop vLLM's processes, which would keep the device memory. When this
+    A killed program cannot stop vLLM's processes, and they would keep the device memory. When this
     worker exits, vLLM stops its other processes.
     """
     program = os.pidfd_open(pid)

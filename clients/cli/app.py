@@ -129,7 +129,7 @@ def global_options(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, print its errors to stderr, and return its ExitCode.
 
-    `arguments` defaults to the arguments of the process.
+    `arguments`: the words of the command line; None: those of this process.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     write_utf8()

@@ -133,7 +133,10 @@ class Choice:
 
 
 def parse_labels(options: Sequence[str] | None) -> Mapping[str, str]:
-    """Parse the NAME=VALUE texts of the option --label; raises InvalidInput."""
+    """Return the labels in the values NAME=VALUE of the option --label, as a mapping.
+
+    Raises InvalidInput for a value without "=".
+    """
     labels = {}
     for option in options or ():
         name, _, text = option.partition("=")

@@ -1,7 +1,8 @@
-"""Completion on the command line: ids, labels and metrics of the server's jobs, keys of job files.
+"""Completion on the command line: ids, labels and metrics of jobs on the server, and keys of job
+files.
 
-The functions return the words that start with `incomplete`. Words from a server are those of its
-200 newest jobs; there are none if the server does not answer within 0.5 s.
+Each function returns the words that start with `incomplete`. Words about jobs come from the 200
+newest jobs of the server. If the server does not answer within 0.5 s, there are no words.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def complete_metric(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def complete_key(incomplete: str) -> list[str]:
-    """Return the keys of job files of all methods, such as `train.learning_rate=`."""
+    """Return the keys of job files for all methods, such as `train.learning_rate=`."""
     from clients.config.kinds import KINDS
 
     keys = {f"{key}=" for kind in KINDS.values() for key in _iter_keys(kind)}

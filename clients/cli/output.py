@@ -1,4 +1,4 @@
-"""Output of all commands: results go to stdout; progress, messages and errors to stderr."""
+"""The output of all commands. Results go to stdout; progress, messages and errors go to stderr."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Output:
-    """The output settings of one command, and the methods that write."""
+    """The output settings of a command, and methods that print according to these settings."""
 
     as_json: bool = False
     """Print results and errors as JSON."""
@@ -53,7 +53,7 @@ class Output:
             print(text)
 
     def say(self, sentence: str) -> None:
-        """Print a message to stderr, unless `quiet`."""
+        """Print a message to stderr. Print nothing if `quiet`."""
         if not self.quiet:
             print(escape_controls(sentence), file=sys.stderr, flush=True)
 
@@ -87,7 +87,7 @@ class Output:
         return replace(self, as_json=False)
 
     def console(self, *, stderr: bool = True) -> Console:
-        """Return a rich console for stderr or stdout that follows the color setting."""
+        """Return a rich console for stderr, or for stdout. It uses colors as the settings say."""
         from rich.console import Console
 
         return Console(stderr=stderr, no_color=not self.color, highlight=False)

@@ -1,4 +1,4 @@
-"""The settings from the global options, and arguments that several commands share."""
+"""The settings of a command from the global options, and arguments that several commands share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""HTML pages and HTML for the output of a notebook, with the same style and without scripts."""
+"""HTML for whole pages and for the output of a notebook.
+
+Both have the same style and no scripts.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def notebook_html(body: Iterable[str]) -> str:
 
 
 def table_html(values: Iterable[tuple[str, str]]) -> str:
-    """Return a table with a row for each (name, text). All text is escaped."""
+    """Return an HTML table with one row for each (name, text) pair. All text is escaped."""
     rows = "".join(
         f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in values
     )

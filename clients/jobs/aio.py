@@ -21,7 +21,7 @@ _MAX_THREADS = 1024
 def _call(
     method: Callable[Concatenate[DistillClient, _P], _Result],
 ) -> Callable[Concatenate[AsyncDistillClient, _P], Coroutine[Any, Any, _Result]]:
-    """Return the coroutine function that calls `method` in a thread."""
+    """Return a coroutine function that calls `method` in a thread."""
 
     @wraps(method)
     async def call(self: AsyncDistillClient, /, *args: _P.args, **kwargs: _P.kwargs) -> _Result:
@@ -44,7 +44,10 @@ def _call(
 def _iterate(
     method: Callable[Concatenate[DistillClient, _P], Iterator[_Result]],
 ) -> Callable[Concatenate[AsyncDistillClient, _P], AsyncIterator[_Result]]:
-    """Return the asynchronous generator that runs each step of the iterator in a thread."""
+    """Return an asynchronous generator function.
+
+    Its generator calls the iterator of `method` in a thread.
+    """
 
     @wraps(method)
     async def iterate(
@@ -69,9 +72,9 @@ def _iterate(
 class AsyncDistillClient:
     """A client of one distill server that does not block the event loop.
 
-    Methods have the arguments, results and errors of the DistillClient methods of the same name. A
-    cancelled call ends at once; the server may have received it. The methods of the returned
-    handles block: instead of `job.wait()`, use `await client.wait(job.id)`.
+    Its methods have the arguments, results and errors of the DistillClient methods with the same
+    name. A cancelled call ends at once, but the server may have received it. The methods of a
+    returned handle block the event loop: instead of `job.wait()`, use `await client.wait(job.id)`.
     """
 
     def __init__(

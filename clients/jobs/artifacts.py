@@ -1,4 +1,4 @@
-"""The artifacts of a job: its export or a checkpoint.
+"""The artifacts of a job: its export and its checkpoints.
 
 The export of a capture is its store. The export of an evaluation is its answers and result.json.
 """
@@ -108,8 +108,9 @@ def artifact_root(job: Job, run: RunDirectory, step: int | None) -> Path:
 
 
 def checkpoint_root(job: Job, run: RunDirectory, step: int) -> Path:
-    """Return the directory of a checkpoint. Raises NotFound with a list of the existing
-    checkpoints.
+    """Return the directory of a checkpoint.
+
+    Raises NotFound if it does not exist; the message lists the existing checkpoints.
     """
     root = run.checkpoint(step)
     if not root.is_dir():

@@ -251,12 +251,13 @@ class DistillClient:
         return [replace(file, config=config) for file, config in zip(files, configs, strict=True)]
 
     def upload(self, configs: Sequence[_Job], report: Report = lambda progress: None) -> list[_Job]:
-        """Check and upload the files that jobs name. Return the jobs with the paths of the files on
-        the server.
+        """Check and upload the files that jobs name. Return the jobs with the server's paths of the
+        files.
 
-        Hub ids and names that do not exist on this machine are unchanged. Files that the server
-        already has are not sent again. Raises InvalidInput, naming the key, if a file is not valid
-        or cannot be sent, and WrongState if the files do not fit on the server's disk.
+        Hub ids, and names that do not exist on this machine, are unchanged. Files that the server
+        already has are not sent again. `report`: a function that is called with the progress.
+        Raises InvalidInput, naming the key, if a file is not valid or cannot be sent, and
+        WrongState if the files do not fit on the server's disk.
         """
         from clients.preflight.data_files import check_data
         from clients.preflight.files import check_models
@@ -267,7 +268,7 @@ class DistillClient:
         return [*map(Uploader(self._connection, self._stub, report).upload, configs)]
 
     def check(self, *jobs: JobSource) -> None:
-        """Raise the error that `submit` or `submit_all` would raise. Queues nothing."""
+        """Raise the error that a submission of these jobs would raise. Queue nothing."""
         configs = [localized(file.config) for job in jobs for file in load_jobs(job)]
 
         def send(omitted: Collection[str]) -> None:
@@ -282,7 +283,7 @@ class DistillClient:
         send_known_keys(send)
 
     def get(self, job_id: str) -> JobHandle:
-        """Return a job, including `config_json` and `checkpoints`."""
+        """Return a job. Its `config_json` and `checkpoints` are set, too."""
         return _handle_of(
             self,
             self._connection.call(self._stub.GetJob, pb.GetJobRequest(job_id=_checked_id(job_id))),
@@ -387,12 +388,12 @@ class DistillClient:
         return _handle_of(self, self._connection.call(self._stub.RemoveJob, request, retry=False))
 
     def pin(self, job_id: str, *, pinned: bool = True) -> JobHandle:
-        """Protect a job from removal; with `pinned=False`, end the protection."""
+        """Protect a job from removal. With `pinned=False`, end the protection."""
         request = pb.PinJobRequest(job_id=_checked_id(job_id), pinned=pinned)
         return _handle_of(self, self._connection.call(self._stub.PinJob, request))
 
     def teachers(self) -> Sequence[StartedTeacher]:
-        """Return the teachers that the server runs."""
+        """Return the teachers that the server has started for its jobs."""
         request = pb.ListTeachersRequest()
         return [*map(teacher_of, self._connection.call(self._stub.ListTeachers, request).teachers)]
 

@@ -40,7 +40,10 @@ class ServerConnection:
         self._patience = patience_seconds
 
     def cancel(self) -> None:
-        """End all streams, also those that other threads read. Later calls raise WrongState."""
+        """End all streams, including those that other threads read.
+
+        Later calls raise WrongState.
+        """
         self._is_cancelled = True
         for stream in [*self._streams]:
             stream.cancel()

@@ -93,7 +93,7 @@ class Download:
             self._close(chunk.sha256)
 
     def copy(self, root: Path) -> None:
-        """Copy every file under the local directory `root`."""
+        """Copy every file below the local directory `root` into the temporary directory."""
         for source in sorted(path for path in root.rglob("*") if path.is_file()):
             self._open(source.relative_to(root).as_posix())
             assert self._file is not None
@@ -102,9 +102,10 @@ class Download:
             self._sync()
 
     def finish(self) -> Path:
-        """Move the directory to its destination, durably, and return the destination.
+        """Move the directory to its destination, and return the destination.
 
-        Raises Corrupt if the last file is incomplete, or if there is no file.
+        The files and the new name survive a power failure. Raises Corrupt if the last file is
+        incomplete, or if there is no file.
         """
         if self._file is not None or self._files == 0:
             raise Corrupt("the download ended before the last file did", hint="try again")

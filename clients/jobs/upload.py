@@ -198,7 +198,7 @@ class _Upload:
     sources: dict[str, tuple[Path, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Hash the files. Raises InvalidInput if a file cannot be read."""
+        """Compute the digests of the files. Raises InvalidInput if a file cannot be read."""
         upload_files = []
         for path, source in self.local.files.items():
             try:

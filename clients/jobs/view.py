@@ -1,4 +1,4 @@
-"""JobView: the progress of a job, accumulated from its events, for all displays."""
+"""JobView: the progress of a job, collected from its events, for all displays."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class JobView:
     _clock: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def add(self, event: JobEvent) -> None:
-        """Apply the next event. Events must arrive in order of `seq`."""
+        """Update the view with the next event. Events must arrive in order of `seq`."""
         if event.attempt != self.attempt:
             self._clock.clear()
         self.state, self.phase, self.reason = event.state, event.phase, event.reason
@@ -91,7 +91,7 @@ class JobView:
 
 
 def describe_state(state: str, phase: str) -> str:
-    """Return the state of a job and its phase, as every display shows them: `RUNNING training`."""
+    """Return the state and the phase of a job as one text, such as `RUNNING training`."""
     return f"{state} {phase}".rstrip()
 
 

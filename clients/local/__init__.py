@@ -1,1 +1,1 @@
-"""Jobs on this machine without a server: run directories, their events, `run` and `preview`."""
+"""Jobs on this machine without a server: `run`, `preview`, run directories and their events."""

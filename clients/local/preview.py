@@ -12,11 +12,14 @@ from protos.extras import require_extra
 
 
 def preview(job: JobSource, *, records: int = 5, quiet: bool = False) -> PreviewDisplay:
-    """Return the training data of a job, token by token. Needs no training, teacher or GPU.
+    """Return the training data of a job, token by token. Needs no training, no teacher and no GPU.
 
-    `job`: as for `DistillClient.submit`. `records`: number of records to show, which are read as in
-    training. `quiet`: print no messages of the program that reads the records. Raises InvalidInput
-    for a job that trains nothing or whose packages are missing, and the errors of its files.
+    - `job`: a job, the result of `load_job`, or a dict, as for `DistillClient.submit`
+    - `records`: number of records to show; they are read as in training
+    - `quiet`: hide the messages of the program that reads the records
+
+    Raises InvalidInput for a job that trains no model or whose packages are missing, and the errors
+    of the job's files.
     """
     config = load_job(job).config
     if not config.preview_program:

@@ -57,7 +57,7 @@ def run(job: JobSource, *, runs: Path | str = "runs", directory: Path | str = ""
 
 
 def run_command(directory: Path, max_steps: int | None) -> list[str]:
-    """Return the command of the next attempt of a run directory."""
+    """Return the command that runs the next attempt in a run directory."""
     steps = [] if max_steps is None else ["--set", f"max_steps={max_steps}"]
     return [sys.executable, "-P", "-m", "clients", "run", "--resume", str(directory), *steps]
 
@@ -101,7 +101,7 @@ class RunHandle(JobDisplay):
             raise
 
     def wait(self, timeout: float | None = None) -> RunHandle:
-        """Wait until the job ends, and return it. Raises TimedOut as `watch` does."""
+        """Wait until the job ends, and return it. Raises TimedOut after `timeout` seconds."""
         for _ in self.watch(timeout=timeout):
             pass
         return self.refresh()
@@ -237,8 +237,9 @@ class _Attempt:
             time.sleep(SECONDS_BETWEEN_POLLS)
 
     def stop_and_wait(self) -> None:
-        """Cancel the attempt and wait for its end. A KeyboardInterrupt during the wait kills the
-        process.
+        """Cancel the attempt and wait for its end.
+
+        A KeyboardInterrupt during the wait kills the process.
         """
         self.stop()
         try:
@@ -249,7 +250,7 @@ class _Attempt:
         self.poll()
 
     def record(self) -> JobRecord:
-        """Return the record of the run directory, with the state of this attempt."""
+        """Return the record of the run directory, but with the state of this attempt."""
         events = self.poll()
         record = record_of_run(self.run.path)
         if not events:

@@ -77,8 +77,9 @@ def unproven_gain(points: Iterable[Point], step: int) -> str:
 
 
 def warn_of_chance(run: RunDirectory) -> None:
-    """Log a warning if the best checkpoint of a run is not significantly better than the first
-    evaluation.
+    """Log a warning if the best checkpoint of a run may be best only by chance.
+
+    This is so if it is not clearly better than the first evaluation; see `unproven_gain`.
     """
     points = list(read_evaluations(run.metrics))
     best = best_step(points, run.checkpoint_steps())

@@ -57,9 +57,9 @@ _ErrorCode = Annotated[
 
 @dataclass(frozen=True)
 class Status:
-    """The last status written by a job's program.
+    """The newest status that a job's program has written.
 
-    `verdict` is final unless it is "running". If the program has exited and the verdict is still
+    A `verdict` other than "running" is final. If the program has exited and the verdict is still
     "running", the program crashed.
     """
 
@@ -98,7 +98,7 @@ _STATUS, _CONTROL = TypeAdapter(Status), TypeAdapter(Control)
 
 
 class RunDirectory:
-    """The paths and the small files of one run.
+    """The paths in a run directory, and the content of its small files.
 
     `create` creates a new directory. The constructor opens an existing directory without checks.
     """
@@ -116,10 +116,13 @@ class RunDirectory:
         *,
         durable: bool = True,
     ) -> RunDirectory:
-        """Make the directory (mode 0700) and its job files.
+        """Create the directory (mode 0700) and its job files.
 
-        `config_text` is the text of the job file, if any, and `suffix` its file name suffix. If
-        `durable`, job.json survives a power cut. Raises FileExistsError if `path` exists.
+        - `config_text`: text of the job file; "" if there is none
+        - `suffix`: suffix of the job file's name
+        - `durable`: job.json must survive a power failure
+
+        Raises FileExistsError if `path` exists.
         """
         run = cls(path)
         run.path.mkdir(parents=True, mode=0o700)
@@ -154,11 +157,11 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """Parent directory of all checkpoints; may not exist yet."""
+        """Parent directory of all checkpoints. It may not exist yet."""
         return self.path / "checkpoints"
 
     def checkpoint(self, step: int) -> Path:
-        """Return the directory of the checkpoint of a step; it may not exist."""
+        """Return the directory of the checkpoint of a step. It may not exist."""
         return self.checkpoints / f"step-{step:06d}"
 
     def checkpoint_steps(self) -> tuple[int, ...]:
@@ -171,12 +174,12 @@ class RunDirectory:
 
     @property
     def samples(self) -> Path:
-        """Directory of the sampled transcripts, one step-N.jsonl per evaluation."""
+        """Directory of the sampled answers, with a file step-N.jsonl for each evaluation."""
         return self.path / "samples"
 
     @property
     def export(self) -> Path:
-        """Directory of the exported model; exists once a training job has succeeded."""
+        """Directory of the exported model. It exists after a training job has succeeded."""
         return self.path / "export"
 
     @property
@@ -213,15 +216,18 @@ class RunDirectory:
         return self.path / "tb"
 
     def logs(self, attempt: int) -> Path:
-        """Return the log directory of an attempt (from 1); it may not exist."""
+        """Return the log directory of an attempt (from 1). It may not exist."""
         return self.path / "logs" / f"attempt-{attempt}"
 
     def log_file(self, attempt: int) -> Path:
-        """Return the log of an attempt's main process (rank 0); it may not exist."""
+        """Return the path of the log of an attempt's main process (rank 0).
+
+        The file may not exist.
+        """
         return self.logs(attempt) / "rank-0.log"
 
     def config(self) -> AnyJob:
-        """Read the resolved job.
+        """Read the resolved job from job.json.
 
         Raises NotFound if there is no job.json, WrongState if this version cannot read it, and
         OSError if it is not a regular file.
@@ -254,7 +260,10 @@ class RunDirectory:
         replace_file(self.path / "status.json", json.dumps(asdict(status)) + "\n")
 
     def read_control(self) -> Control:
-        """Read control.json; return no request if the file is missing or invalid."""
+        """Read control.json.
+
+        If the file is missing or invalid, return a Control without a request.
+        """
         return _read_as(_CONTROL, self.path / "control.json") or Control()
 
     @contextmanager
@@ -283,7 +292,7 @@ class RunDirectory:
             return not _try_lock(lock, path)
 
     def write_control(self, control: Control) -> None:
-        """Replace control.json atomically. The program reads it before every step."""
+        """Replace control.json atomically. The program reads control.json before every step."""
         replace_file(self.path / "control.json", json.dumps(asdict(control)) + "\n")
 
 
@@ -296,9 +305,9 @@ def _try_lock(file: IO[str], path: Path) -> bool:
 
 
 def replace_file(path: Path, text: str | Iterable[str]) -> None:
-    """Write `path` atomically and durably. `text`: the content, or its parts.
+    """Write `path` atomically and durably. `text`: the content, or an iterable of its parts.
 
-    After a crash or power cut, the file has either the old or the new content.
+    After a crash or a power failure, the file has either the old or the new content.
     """
     # Threads of one server may write the same file at the same time.
     partial = path.with_name(f".{path.name}.{threading.get_native_id()}.tmp")
@@ -311,9 +320,9 @@ def replace_file(path: Path, text: str | Iterable[str]) -> None:
 
 
 def _read_as(kind: TypeAdapter[_T], path: Path) -> _T | None:
-    """Parse a JSON file; return None if it is missing, invalid or not a regular file.
+    """Parse a JSON file. Return None if it is missing, invalid or not a regular file.
 
-    An invalid file (from a broken disk) must not stop the process that monitors the run.
+    A broken disk can make a file invalid. This must not stop the process that monitors the run.
     """
     try:
         with open_regular(path) as file:

@@ -1,10 +1,13 @@
-"""The fence between attempts prevents superseded attempts from writing to the run directory.
+"""The fence of a run directory. It prevents earlier attempts from writing after a later one has
+started.
 
 Before the owner starts an attempt, it raises the fence of the run directory to the number of this
-attempt. The attempt's processes receive the number in $DISTILL_FENCE and compare both numbers
-before they write results. On one machine, the lock of the run directory already excludes a second
-program. The fence also works across machines, where locks do not, and against a process that was
-suspended while its successor started.
+attempt. The attempt's processes receive the number in $DISTILL_FENCE. Before they write results,
+they compare it with the fence.
+
+On one machine, the lock of the run directory already excludes a second program. The fence also
+works between machines, where locks do not work. It also stops a process that was suspended while a
+later attempt started.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ VARIABLE = "DISTILL_FENCE"
 def raise_fence(run: Path, attempt: int) -> str:
     """Forbid all attempts before `attempt` to write to the run directory `run`.
 
-    Returns the value of $DISTILL_FENCE for the processes of `attempt`.
+    Returns the value to set as $DISTILL_FENCE for the processes of `attempt`.
     """
     from clients.runs.directory import replace_file  # shims import this module and stay light
 
@@ -32,10 +35,10 @@ def raise_fence(run: Path, attempt: int) -> str:
 
 
 def require_unfenced() -> None:
-    """Raise WrongState if a later attempt has superseded the attempt of this process.
+    """Raise WrongState if a later attempt has replaced the attempt of this process.
 
     Call this before writing or deleting files of a run: a status, a line of metrics, samples, a
-    checkpoint, a file of a capture. Each call reads a small file, so do not call it per row.
+    checkpoint, or a file of a capture. Each call reads a small file, so do not call it per row.
     Without $DISTILL_FENCE (a run without a server) nothing is checked.
     """
     attempt, newest = _own_and_newest_attempt()
@@ -47,13 +50,13 @@ def require_unfenced() -> None:
 
 
 def is_fenced() -> bool:
-    """Return True if a later attempt has superseded the attempt of this process."""
+    """Return True if a later attempt has replaced the attempt of this process."""
     attempt, newest = _own_and_newest_attempt()
     return newest > attempt
 
 
 def own_attempt() -> int:
-    """Return the attempt of this process, or 0 without $DISTILL_FENCE."""
+    """Return the number of the attempt of this process; 0 without $DISTILL_FENCE."""
     return int(os.environ.get(VARIABLE, "").partition(":")[0] or 0)
 
 

@@ -25,15 +25,16 @@ _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 def create_private(directory: Path) -> None:
     """Create a directory that only its owner can enter (mode 700), and its missing parents.
 
-    A directory that exists keeps its mode, so that users can share it.
+    An existing directory keeps its mode, because users may share it.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     directory.mkdir(mode=0o700, exist_ok=True)
 
 
 def fsync_directory(path: Path) -> None:
-    """Sync new and renamed entries of the directory `path` to disk, if the file system supports
-    this.
+    """Sync new and renamed entries of a directory to disk.
+
+    Do nothing if the file system does not support this.
     """
     try:
         sync_directory(path)
@@ -43,9 +44,12 @@ def fsync_directory(path: Path) -> None:
 
 
 def lock_file(file: IO[str] | int, path: Path, *, wait: bool) -> None:
-    """Take the exclusive lock of an open file at `path`; closing the file releases it.
+    """Take the exclusive lock of an open file. Closing the file releases the lock.
 
-    Raises BlockingIOError if another process holds the lock and `wait` is false, and InvalidInput
+    - `path`: path of the file, for errors
+    - `wait`: True waits while another process holds the lock
+
+    Raises BlockingIOError if another process holds the lock and `wait` is False, and InvalidInput
     if the file system does not support locks.
     """
     try:
@@ -88,7 +92,7 @@ def locked_directory() -> Path | None:
 
 
 def delete_abandoned() -> None:
-    """Delete this user's directories in memory (/dev/shm) that no running process has locked."""
+    """Delete this user's directories in memory (/dev/shm) that no process has locked."""
     for directory in MEMORY_DISK.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # the lock is held, or another user owns the directory
             descriptor = _lock_directory(directory)

@@ -48,9 +48,10 @@ def run_identity(run: Path) -> str:
 def first_difference(
     left: Mapping[str, Any], right: Mapping[str, Any]
 ) -> tuple[str, Any, Any] | None:
-    """Return the first differing key, such as `train.learning_rate`, and both values, or None.
+    """Return the first key whose values differ, and both values: (key, left value, right value).
 
-    `left`, `right`: dumps of jobs. A key that only one dump has is None in the other.
+    `left`, `right`: two jobs as nested dicts. The key is a path such as `train.learning_rate`. If
+    only one job has the key, the other value is None. Returns None if the jobs are equal.
     """
     left_values, right_values = _flatten(left), _flatten(right)
     for key in sorted(left_values | right_values):

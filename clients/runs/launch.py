@@ -24,10 +24,10 @@ PROGRESS = "loading"
 def trainer_command(
     run: Path, *, attempt: int, processes: int, from_step: int | None = None
 ) -> list[str]:
-    """Return the command line of one attempt.
+    """Return the command line of the program of a job, for one attempt.
 
-    The program resumes from the checkpoint of `from_step`, or from the newest good checkpoint if
-    `from_step` is None; it starts from the beginning if there is no checkpoint.
+    The program resumes from the checkpoint of `from_step`. If `from_step` is None, the program
+    resumes from the newest undamaged checkpoint, or starts from the beginning if there is none.
     """
     program = RunDirectory(run).config().program
     # -P: Python imports nothing from the working directory, which may belong to anybody.
@@ -70,7 +70,7 @@ def teacher_command(teacher: TeacherLink, port: int, token_file: Path | None = N
 
 
 def rollouts_command(student: StudentConfig, rollouts: RolloutsConfig) -> list[str]:
-    """Return the command line of a rollout service of a job, without its port and threads."""
+    """Return the command line of a job's rollout service, without its port and threads."""
     command = [sys.executable, "-P", "-m", "student_trainer.rollout_service"]
     command += ["--model", student.model, "--engine", rollouts.engine, "--dtype", student.dtype]
     if student.revision is not None:

@@ -24,7 +24,7 @@ class Tracker(Protocol):
     """Another destination for the metrics, such as TensorBoard."""
 
     def log(self, step: int, values: Mapping[str, float], /) -> None:
-        """Record the finite metrics of a step. Steps arrive in ascending order."""
+        """Record the finite metrics of a step. Calls come in ascending order of steps."""
 
     def close(self) -> None:
         """Write all buffered metrics, and release resources. No method is called afterwards."""
@@ -133,8 +133,9 @@ class Point:
 class MetricsTail:
     """Reads the steps that one attempt appends to metrics.jsonl, each step once.
 
-    A resumed program replaces the file by a shorter file, so an offset alone cannot distinguish new
-    steps from old steps. Steps of other attempts, and steps up to `seen_step`, are skipped.
+    When a job resumes, its program replaces the file by a shorter file, so an offset in the file is
+    not enough to distinguish new steps from old steps. Steps of other attempts, and steps up to
+    `seen_step`, are therefore skipped.
     """
 
     def __init__(self, path: Path, *, attempt: int, seen_step: int) -> None:
@@ -239,7 +240,7 @@ def _lines_of(path: Path) -> Iterator[bytes]:
 
 
 def _step_of(line: bytes) -> int | None:
-    """Return the step of a line; None for an invalid line."""
+    """Return the number of the step in a line; None for an invalid line."""
     if (match := _STEP.match(line)) and line.rstrip().endswith(b"}"):
         return int(match[1])
     try:

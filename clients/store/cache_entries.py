@@ -60,7 +60,10 @@ def _beat(path: Path, is_over: threading.Event) -> None:
 
 
 def _wait_for_lock(directory: Path) -> IO[str]:
-    """Return the locked file of a directory; closing it releases the lock."""
+    """Wait for the lock of a directory, and return the locked file.
+
+    Closing the file releases the lock.
+    """
     path = directory / LOCK
     beat, beat_at = 0, time.monotonic()
     reported_at = beat_at

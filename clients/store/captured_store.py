@@ -143,7 +143,7 @@ def _read_store(path: str, field: str) -> CapturedStore:
 
 
 def _is_captured(manifest: Manifest) -> bool:
-    """True if all metadata keys of a capture exist and its numbers can be parsed."""
+    """Return whether the metadata have all keys of a capture, and valid numbers."""
     facts = manifest.metadata
     if not {*_FACTS, SEQUENCES, "teacher_fingerprint"} <= facts.keys():
         return False

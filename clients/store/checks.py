@@ -99,10 +99,10 @@ def _damage_at(folder: ObjectFolder, facts: ShardFacts) -> str | None:
 
 
 def damage_of(path: Path, facts: ShardFacts, first_index: int) -> str | None:
-    """Describe the damage of a shard, or return None if its sha256 matches.
+    """Return a text about the damage of a shard; None if its sha256 matches.
 
-    `first_index` is the store-wide index of the shard's first sequence. Raises InvalidInput if the
-    sha256 does not match and pyarrow is not installed.
+    `first_index`: index of the shard's first sequence in the whole store. Raises InvalidInput if
+    the sha256 does not match and pyarrow is not installed.
     """
     try:
         with (path / facts.name).open("rb") as stream:

@@ -150,7 +150,7 @@ def create_cache() -> Path:
 
 
 def cache_directory() -> Path:
-    """Return the directory of local copies of objects, and of cached records of data sets.
+    """Return the directory for copies of objects and for cached records of data sets.
 
     Raises InvalidInput if the user has no home directory and $XDG_CACHE_HOME is not set.
     """

@@ -135,10 +135,11 @@ class LogitDataset:
             ) from error
 
     def to_hf_dataset(self) -> Any:
-        """Return a `datasets.Dataset` of the same items, which can be shuffled and selected.
+        """Return a `datasets.Dataset` with the same items. It can be shuffled, and items can be
+        selected.
 
-        The result contains only indices and reads each item on access, without copying the rows.
-        Raises InvalidInput if the package `datasets` is not installed.
+        The `datasets.Dataset` contains only indices. It reads an item when the item is used, so the
+        rows are not copied. Raises InvalidInput if the package `datasets` is not installed.
         """
         try:
             import datasets

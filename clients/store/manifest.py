@@ -40,16 +40,16 @@ UNSPLIT = "0/1"
 
 @dataclass(frozen=True)
 class Manifest:
-    """The shards of a store in the order they were written, and the metadata of its rows."""
+    """The shards of a store in the order of their writing, and the metadata of the store."""
 
     metadata: Mapping[str, str]
     shards: Sequence[ShardFacts]
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """Read the manifest of the store at `path`; return None if there is no store.
+    """Read the manifest of the store at `path`. Return None if there is no store.
 
-    Raises Corrupt if the manifest cannot be parsed, WrongState if its schema version is another,
+    Raises Corrupt if the manifest cannot be parsed, WrongState if it has another schema version,
     OSError if the file cannot be read.
     """
     try:
@@ -61,9 +61,9 @@ def read_manifest(path: Path) -> Manifest | None:
 
 
 def parse_manifest(data: bytes, place: Path | str) -> Manifest:
-    """Return the manifest in `data`, of the store at `place`.
+    """Parse the content `data` of a manifest file. `place`: path or URL of its store, for errors.
 
-    Raises Corrupt if it cannot be parsed, WrongState if its schema version is another.
+    Raises Corrupt if it cannot be parsed, WrongState if it has another schema version.
     """
     try:
         manifest = json.loads(data)
@@ -86,7 +86,7 @@ def parse_manifest(data: bytes, place: Path | str) -> Manifest:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Replace the manifest atomically. On return it is synced and survives a power failure.
+    """Replace the manifest atomically. When this function returns, it survives a power failure.
 
     Raises OSError if the disk fails or is full.
     """
@@ -104,7 +104,10 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 
 
 def remove_unnamed(path: Path, shards: Sequence[ShardFacts]) -> None:
-    """Delete temporary files, and shard files not in `shards`, left by an interrupted writer."""
+    """Delete the files that an interrupted writer left.
+
+    These are temporary files, and shard files that are not in `shards`.
+    """
     listed_names = {shard.name for shard in shards}
     for file in [*path.glob("*.tmp"), *path.glob("*.arrow")]:
         if file.name not in listed_names:
@@ -119,7 +122,8 @@ def shard_name(number: int) -> str:
 def number_of(shard: ShardFacts) -> int:
     """Return the number in the shard's file name.
 
-    Raises ValueError for any other name, so that a manifest cannot name a file outside the store.
+    Raises ValueError if the name has another form. A manifest can therefore not name a file outside
+    the store.
     """
     if not _SHARD_NAME.fullmatch(shard.name):
         raise ValueError(f"{shard.name!r} is not the name of a shard")

@@ -1,6 +1,6 @@
-"""Merge the stores of all parts of a capture into one store.
+"""Merges the stores of all parts of a capture into one store.
 
-The merged store is byte-identical to the store of a capture that was not split.
+The merged store is byte-identical to the store of a capture in one part.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from protos.errors import Corrupt, InvalidInput, WrongState
 
 
 def merge(out: Path, parts: Sequence[Path | str]) -> int:
-    """Verify all parts and hard-link or copy their shards into the new store `out`.
+    """Verify all parts, and create the store `out` with the shards of all parts.
 
-    `parts` may be in any order; those at a URL are copied to the user's cache first.
-    On an error `out` is not created. Returns the number of sequences.
+    The shards are hard links where possible, else copies. `parts` may be in any order. Parts at a
+    URL are first copied to the user's cache. If an error occurs, `out` is not created. Returns the
+    number of sequences.
 
     Raises InvalidInput if `parts` are not all parts of one capture, WrongState if `out` exists or
     if a part is incomplete or of another capture, NotFound if a part is not a store, Corrupt if a

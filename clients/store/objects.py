@@ -1,7 +1,7 @@
 """The files of a store or a run in object storage: S3, compatible services, or Google Cloud
 Storage.
 
-Credentials, region and endpoint come from the storage's usual environment variables
+Credentials, region and endpoint come from the usual environment variables of the storage
 (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, ...). Objects are written
 atomically, so a killed writer leaves no partial file.
 """
@@ -263,7 +263,7 @@ class ObjectFolder:
             )
 
     def _sizes(self) -> dict[str, int]:
-        """Return the size in bytes of each file."""
+        """Return the size in bytes of each file in the folder, by file name."""
         return {name: size for name, (size, _) in self.facts().items()}
 
     def _delete(self, name: str) -> None:

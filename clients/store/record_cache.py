@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 def records_directory() -> Path:
-    """Return the directory of all cached records."""
+    """Return the parent directory of all cached records."""
     return cache_directory() / "records"
 
 
@@ -125,10 +125,11 @@ class CachedRecords:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock of the directory, so that one process at a time checks the records.
+        """Hold the lock of the directory during the block, so that one process at a time checks the
+        records.
 
-        If the directory cannot be locked, several processes may check the records at the same time,
-        with the same result.
+        If the directory cannot be locked, several processes may check the records at the same time.
+        All of them get the same result.
         """
         with ExitStack() as stack:
             if self.directory:
@@ -454,7 +455,7 @@ class States:
         return self.values[index] in (self.USED, self.LEFT_OUT)
 
     def set(self, index: int, *, used: bool) -> None:
-        """Store the state of a record."""
+        """Store the state of a record: used, or left out."""
         value = self.USED if used else self.LEFT_OUT
         if self.values[index] == value:
             return

@@ -1,4 +1,4 @@
-"""A readable sample of one stored sequence: tokens, probabilities and head, ready for JSON."""
+"""A sample of a stored sequence for people: its tokens, probabilities and head ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A shard of a store: an immutable Arrow file, written atomically and read by memory map."""
+"""Shards of a store.
+
+A shard is an immutable Arrow file, written atomically and read by memory map.
+"""
 
 from __future__ import annotations
 
@@ -62,9 +65,9 @@ class ShardFacts:
 
 @dataclass(frozen=True)
 class Shard:
-    """An open shard: token ids and rows are memory-mapped, all other columns are copies.
+    """An open shard: token ids and rows are memory-mapped, all other columns are copied to memory.
 
-    The offsets are copies, so a file that changes on disk later cannot cause a read out of bounds.
+    Because the offsets are copies, a later change of the file cannot cause a read out of bounds.
     """
 
     name: str

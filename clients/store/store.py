@@ -1,10 +1,11 @@
 """A key-value store of rows on disk: immutable Arrow shards and a manifest.
 
-A store is a directory. Each `append` writes a shard in Arrow's IPC file format, then a manifest
-that lists the shard. Each file is written to a temporary file, synced and renamed. Only shards in
-the manifest are part of the store, so a kill at any point loses no earlier row. Arrow does not
-detect most bit errors, so every entry has a checksum. The encoded rows have another checksum, which
-`decode_rows` verifies. Decode the bytes that `get` returns before using them.
+A store is a directory. Each `append` writes a shard in Arrow's IPC file format, and then a manifest
+that lists the shard. A file is first written under a temporary name, then synced and renamed. Only
+shards in the manifest are part of the store, so earlier rows are safe if the process is killed.
+
+Arrow does not detect most bit errors, so every entry has a checksum. The encoded rows have another
+checksum, which `decode_rows` verifies. Decode the bytes that `get` returns before you use them.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class LogitStore:
         self._index.pop(key, None)
 
     def append(self, entries: Sequence[StoredRows]) -> None:
-        """Write `entries` as one shard. On return they are synced and survive a power failure.
+        """Write `entries` as one shard. When this method returns, they survive a power failure.
 
         Raises WrongState if the store was opened for reading, InvalidInput for more than
         MAX_SHARD_BYTES of rows and token ids, OSError if the disk fails or is full.
@@ -175,14 +176,17 @@ class LogitStore:
         (self.path / oldest.name).unlink(missing_ok=True)
 
     def verify(self) -> None:
-        """Read every shard and compare its sha256. Raises Corrupt, naming the first damaged one."""
+        """Read every shard and compare its sha256.
+
+        Raises Corrupt that names the first damaged shard.
+        """
         for facts in self._facts:
             data = (self.path / facts.name).read_bytes()
             if hashlib.sha256(data).hexdigest() != facts.sha256:
                 raise Corrupt(f"shard {facts.name} of {self.path} does not match its sha256")
 
     def close(self) -> None:
-        """Release the writer lock. Calling it again does nothing."""
+        """Release the writer lock. A second call does nothing."""
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None

@@ -1,4 +1,7 @@
-"""Writes the store of a capture to a disk or to object storage. An interrupted capture resumes."""
+"""The writer of a capture's store, on a disk or in object storage.
+
+It can resume after an interruption.
+"""
 
 from __future__ import annotations
 
@@ -100,11 +103,17 @@ class DiskFolder:
             first_index += shard.count
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file that survives a power failure. Raises OSError if the disk fails."""
+        """Write a file atomically. When this method returns, the file survives a power failure.
+
+        Raises OSError if the disk fails.
+        """
         write_synced(self._path / name, data)
 
     def remove_unnamed(self, shards: Sequence[ShardFacts]) -> None:
-        """Delete temporary files, and shard files not in `shards`."""
+        """Delete the files that an interrupted writer left.
+
+        These are temporary files, and shard files that are not in `shards`.
+        """
         remove_unnamed(self._path, shards)
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""The client of a teacher service: scores sequences over gRPC and reconnects automatically."""
+"""The client of teacher services. It scores sequences over gRPC, and reconnects automatically."""

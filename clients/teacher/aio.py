@@ -18,7 +18,8 @@ from protos.rows.codec import RowBlock
 class AsyncTeacherClient:
     """Scores queries at one or several teacher services without blocking the event loop.
 
-    Methods have the arguments, results and errors of the TeacherClient methods of the same name.
+    Its methods have the arguments, results and errors of the TeacherClient methods with the same
+    name.
     """
 
     def __init__(self, address: str | Sequence[str], **options: Any) -> None:
@@ -55,7 +56,7 @@ class AsyncTeacherClient:
         return asyncio.wrap_future(self._client.submit(query))
 
     async def score(self, queries: Iterable[ScoreQuery]) -> list[RowBlock]:
-        """Return the rows of each query, in order. A cancelled call cancels the queries."""
+        """Return the rows of each query, in order. Cancelling the call cancels the queries."""
         futures = [self.submit(query) for query in queries]
         try:
             return [await future for future in futures]

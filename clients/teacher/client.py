@@ -1,7 +1,7 @@
-"""`TeacherClient`: scores sequences at teacher services and survives their restarts.
+"""`TeacherClient`: scores sequences at teacher services. It continues after a restart of a service.
 
 `submit` takes a query and returns a future of its rows; `asyncio.wrap_future` makes the future
-awaitable. `score` and `as_completed` take many queries and wait.
+awaitable. `score` and `as_completed` take many queries and wait for their rows.
 """
 
 from __future__ import annotations
@@ -175,11 +175,11 @@ class TeacherClient:
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
+        """True after a call of `close`."""
         return self._window.closed
 
     def answers(self) -> bool:
-        """Return whether a teacher answers a health check. Blocks for at most 5 s."""
+        """Return whether any teacher answers a health check. Waits for at most 5 s."""
         return self._any_alive(CONNECT_SECONDS)
 
     def fail_silent(self, duration: str) -> None:

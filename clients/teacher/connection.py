@@ -205,15 +205,15 @@ class TeacherConnection:
     def start_info_call(self, *, waits: bool = True) -> Any:
         """Start a call for the teacher's info, with a deadline of 5 s, and return the call.
 
-        `waits`: wait until the deadline for a teacher that does not listen yet; otherwise the call
-        fails at once.
+        `waits`: True waits until the deadline for a teacher that does not listen yet. With False,
+        the call to such a teacher fails at once.
         """
         return self.stub.GetInfo.future(
             teacher_pb2.GetInfoRequest(), timeout=CONNECT_SECONDS, wait_for_ready=waits
         )
 
     def start_health_check(self, seconds: float) -> Any:
-        """Start a health check with a deadline of `seconds`; pass the returned call to `is_alive`.
+        """Start a health check with a deadline of `seconds`, and return the call for `is_alive`.
 
         Raises ValueError if the connection is closed.
         """

@@ -1,4 +1,4 @@
-"""A teacher's description and load, as dataclasses; see protos/teacher.proto."""
+"""The description and the load of a teacher, as dataclasses. See also protos/teacher.proto."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TeacherInfo:
 
 @dataclass(frozen=True)
 class TeacherLoad:
-    """A teacher's current load, and its counters since its start."""
+    """The present load of a teacher, and its counters since its start."""
 
     queued_tokens: int
     """Tokens of requests that wait for the model."""

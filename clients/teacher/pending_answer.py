@@ -44,7 +44,7 @@ class RowAssembly:
         return self.next_position if self._received_rows else 0
 
     def restart(self) -> None:
-        """Discard all rows."""
+        """Discard all rows received so far."""
         self._received_rows = 0
         self._block: RowBlock | None = None
         self._digest: int | None = None

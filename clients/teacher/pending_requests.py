@@ -1,4 +1,4 @@
-"""Unfinished requests of a teacher client: the queue, the streams, and the prefetch limit."""
+"""The unfinished requests of a teacher client: their queue, streams and prefetch limit."""
 
 from __future__ import annotations
 

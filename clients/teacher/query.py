@@ -38,29 +38,29 @@ REQUEST_ENVELOPE_BYTES = 1024  # the other fields of a request
 
 @dataclass(frozen=True, eq=False)
 class ScoreQuery:
-    """A request for rows start..T-1 of a sequence; row t is p(token t | tokens before t).
+    """A request for the rows start..T-1 of a sequence. Row t is p(token t | tokens before t).
 
     - `token_ids`: int32 [T], the whole sequence
     - `start`: first scored position, from 1 to T - 1
-    - `top_k`: head size if the teacher chooses the head ids (its k most likely tokens)
-    - `head_ids`: int32 [T - start, k], head ids chosen by the student; exactly one of `top_k` and
-      `head_ids` must be given
+    - `top_k`: number of head ids per row, if the teacher chooses them (its k most likely tokens)
+    - `head_ids`: int32 [T - start, k], head ids that the student chose. Exactly one of `top_k` and
+      `head_ids` must be given.
     - `temperature`: the divisor of the teacher's logits; at least MIN_TEMPERATURE
-    - `f32`: return head log-probs as float32, not float16
-    - `tail_samples`: ids per row that the teacher samples, with replacement, from outside the head
-    - `seed`: 0 <= seed < 2**64; the tail samples of a row are a function of the seed and of the
-      tokens before the row
-    - `draw_ids`: int32 [T - start, M], ids that the student drew from its own tail; the teacher
+    - `f32`: True returns head log-probs as float32, False as float16
+    - `tail_samples`: number of ids per row that the teacher samples, with replacement, from outside
+      the head
+    - `seed`: 0 <= seed < 2**64. The tail samples of a row depend only on the seed and on the tokens
+      before the row.
+    - `draw_ids`: int32 [T - start, M], ids that the student drew from its own tail. The teacher
       returns their log-probs. Not together with `tail_samples`.
-    - `vocab_size`: the rows are of the softmax over the teacher's first `vocab_size` logits; None:
-      over all of them
+    - `vocab_size`: the softmax is over the teacher's first `vocab_size` logits; None: over all
+      logits
     - `adapter`: name of the teacher's adapter; "" means none
-    - `images`: encoded images (PNG, JPEG or WebP), one for each placeholder token of `token_ids`;
-      all placeholders are before `start`. `token_ids`, `start` and rows count one placeholder per
-      image, for any number of image tokens.
+    - `images`: encoded images (PNG, JPEG or WebP), one for each placeholder token in `token_ids`.
+      All placeholders are before `start`. An image is one token in `token_ids`, `start` and the
+      rows, even if the model uses several tokens for it.
 
-    Raises InvalidInput unless exactly one of `top_k` and `head_ids` is given, the arrays have these
-    shapes, and the temperature is finite and large enough.
+    Raises InvalidInput if these conditions do not hold for the arrays and the temperature.
     """
 
     token_ids: NDArray[np.int32]
@@ -151,7 +151,10 @@ class ScoreQuery:
 
 
 def _require_integers(field: str, ids: object, shape: str, dimensions: int) -> None:
-    """Raise InvalidInput unless `ids` is an array of integers with this number of dimensions."""
+    """Raise InvalidInput if `ids` is not an array of integers with this number of dimensions.
+
+    `field`, `shape`: name and expected shape of the array, for the error.
+    """
     if isinstance(ids, np.ndarray) and ids.ndim == dimensions and ids.dtype.kind in "iu":
         return
     description = (
@@ -272,10 +275,11 @@ def row_key(fingerprint: str, version: int, query: ScoreQuery) -> bytes:
 
 
 def tokenizer_fingerprint(tokens: Sequence[str]) -> str:
-    """Return the sha256 of a vocabulary, given its tokens in order of id ("" for an unused id).
+    """Return the sha256 of a vocabulary.
 
-    Teacher and student both pass `clients.data.tokens.tokenizer.tokens_of(tokenizer)`. Each token
-    is hashed with its length in bytes.
+    `tokens`: the tokens in the order of their ids; "" for an unused id. Teacher and student both
+    pass `clients.data.tokens.tokenizer.tokens_of(tokenizer)`. The length in bytes of each token is
+    hashed, too.
     """
     hasher = hashlib.sha256()
     for token in tokens:

@@ -1,1 +1,1 @@
-"""Tokens, scoped tokens, roles and TLS."""
+"""Access to services: tokens with roles, scoped tokens of jobs, and TLS."""

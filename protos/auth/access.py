@@ -1,6 +1,6 @@
 """Access control: tokens with roles, and the server interceptor that checks them.
 
-A method that is not in `REQUIRED_ROLES` is refused to every caller.
+A call of a method that is missing in `REQUIRED_ROLES` is always refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from protos.errors import DistillError, Forbidden, InvalidInput, Unauthenticated
 
 
 class Role(IntEnum):
-    """The rights of a token, in ascending order: each role includes the rights of lower roles."""
+    """The rights of a token, in ascending order.
+
+    Each role includes the rights of the lower roles.
+    """
 
     READ = 1
     SUBMIT = 2
@@ -250,11 +253,11 @@ def read_tokens(file: Path | None) -> Tokens:
     """Read tokens from `file`, or from $DISTILL_TOKENS if `file` is None.
 
     Each line is `ROLE TOKEN`, optionally with `owner=NAME jobs=N gpus=N`, or a comment that starts
-    with #. One role may have several tokens at once. To rotate a token: add the new token, switch
-    the clients to the new token, and remove the old token.
+    with #. Several tokens can have the same role. To replace a token: add the new token, change the
+    clients to the new token, and remove the old token.
 
-    Raises InvalidInput if the file cannot be read, can be read by other users, holds no token, or
-    has a bad line. The message never quotes a token.
+    Raises InvalidInput if the file cannot be read, if other users can read it, if it has no token,
+    or if a line is wrong. The message never quotes a token.
     """
     if file is None:
         return Tokens(
@@ -301,10 +304,10 @@ def _parse_lines(text: str, location: str) -> tuple[Mapping[str, Role], Mapping[
 def require_token(
     token: str, location: str, hint: str = "create a token with `distill token`"
 ) -> None:
-    """Check the length and the characters of a token.
+    """Raise InvalidInput if a token has a wrong length or a wrong character.
 
-    A token must be long enough that nobody can guess it, and must fit in an HTTP header. Raises
-    InvalidInput otherwise; the message names `location` and never quotes the token.
+    A token must be so long that nobody can guess it, and must fit in an HTTP header. The message
+    names `location` and never quotes the token.
     """
     if not MIN_TOKEN_CHARS <= len(token) <= MAX_TOKEN_CHARS or not _TOKEN.fullmatch(token):
         raise InvalidInput(
@@ -347,7 +350,10 @@ class AccessControl(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Return the method's handler, or a handler that raises Unauthenticated or Forbidden."""
+        """Return the method's handler. For a refused call, return a handler that raises the error.
+
+        The error is Unauthenticated or Forbidden.
+        """
         method: Any = handler_call_details.method
         handler = await continuation(handler_call_details)
         required_role = REQUIRED_ROLES.get(method, Role.ADMIN)

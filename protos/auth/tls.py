@@ -35,7 +35,7 @@ class ServerTls:
     """
 
     def __init__(self, files: TlsFiles) -> None:
-        """Read the files. Raises InvalidInput if one is missing, unreadable or invalid."""
+        """Read the files. Raises InvalidInput if a file is missing, unreadable or invalid."""
         if files.cert is None or files.key is None:
             raise InvalidInput(
                 "is missing",

@@ -1,4 +1,4 @@
-"""Logging of the services: one line per event, never with prompts, tokens or rows."""
+"""Logging of the services. An event is one line, and never contains prompts, tokens or rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class LogFormat(StrEnum):
-    """The format of log lines: text for people, or one JSON object per line for log collectors."""
+    """The format of log lines: text, or one JSON object per line for log collectors."""
 
     TEXT = "text"
     JSON = "json"

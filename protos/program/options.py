@@ -1,4 +1,4 @@
-"""Command line options that several programs share: version, address, tokens, TLS, model, logs."""
+"""Command-line options of several programs: version, address, tokens, TLS, model and logs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Checks of numbers that another program has sent: token ids, and log-probs.
+"""Checks of token ids and log-probs that another program has sent.
 
-Each check makes one or two passes over an array, without a Python object per token.
+Each check makes one or two passes over an array, and creates no Python object per token.
 """
 
 from __future__ import annotations

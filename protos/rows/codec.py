@@ -111,7 +111,7 @@ class RowBlock:
 
 
 def concatenate(blocks: list[RowBlock]) -> RowBlock:
-    """Join blocks with equal k and M into one block, in order."""
+    """Join blocks with the same k and M into one block, in order."""
     return RowBlock(*map(_join_columns, zip(*map(_column_values, blocks), strict=True)))
 
 
@@ -247,7 +247,7 @@ def max_encoded_bytes(n: int, k: int, samples: int = 0) -> int:
 
 
 class _Header(NamedTuple):
-    """The fields of a block's header that describe its payload, in the order of the bytes."""
+    """The fields of a block's header that describe the payload, in the order of the bytes."""
 
     flags: int
     samples: int

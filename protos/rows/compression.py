@@ -1,9 +1,9 @@
-"""Compression of a row block's payload with zstd, after reordering its bytes.
+"""Compression of the payload of a row block with zstd. The bytes are first put in another order.
 
 Log-probs decrease along a row, so each log-prob is replaced by its difference from the previous
-log-prob. The difference is computed between bit patterns read as integers, so the operation is
-exact. Then the bytes of a plane are regrouped: the lowest byte of every number, then the next byte
-of every number, and so on.
+log-prob. The difference is computed between the bit patterns as integers, so it is exact. Then the
+bytes of a plane are put in groups: the lowest byte of every number, then the next byte of every
+number, and so on.
 """
 
 from __future__ import annotations

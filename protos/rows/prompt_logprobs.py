@@ -1,4 +1,4 @@
-"""Parses the `prompt_logprobs` of vLLM: one dict of token ids and log-probs per position."""
+"""Parses vLLM's `prompt_logprobs`: for each position, a dict with the log-probs of token ids."""
 
 from __future__ import annotations
 

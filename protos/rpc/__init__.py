@@ -1,1 +1,1 @@
-"""gRPC on both ends: channels, servers, statuses, health checks, limits; failpoints for tests."""
+"""gRPC for servers and clients: channels, statuses, health checks, limits and failpoints."""

@@ -4,8 +4,8 @@
     DISTILL_FAILPOINT=shard-renamed:sleep:2.5    sleep 2.5 seconds at every hit
     DISTILL_FAILPOINT=scored:raise:3             raise OSError at the third hit (first by default)
 
-The variable is read once, and arms one failpoint per process. A hit of an unarmed failpoint costs
-one string comparison.
+A hit is one execution of the place. The variable is read once, and arms one failpoint per process.
+A hit of another failpoint costs one string comparison.
 """
 
 from __future__ import annotations

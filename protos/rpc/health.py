@@ -89,7 +89,7 @@ def is_serving(address: str, *, seconds: float = 5.0) -> bool:
 
 
 def main() -> None:
-    """Check the server whose address is the only argument."""
+    """Check the server at the address that is the only argument of this program."""
     (address,) = sys.argv[1:]
     try:
         serving = is_serving(address)

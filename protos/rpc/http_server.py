@@ -1,7 +1,7 @@
 """Serves HTTP with uvicorn on the event loop of the gRPC server, with limits for clients.
 
-uvicorn has no timeout for a request that arrives slowly, nor for a client that does not read its
-response. This module adds both, and a limit on the number of connections.
+uvicorn limits neither the time in which a request arrives, nor the time in which a client reads its
+response. This module adds both limits, and a limit on the number of connections.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ _MAX_HEADERS_BYTES = 16 << 10
 
 @dataclass(frozen=True)
 class HttpLimits:
-    """Limits of one HTTP server for its clients; times are in seconds.
+    """The limits of an HTTP server for its clients. Times are in seconds.
 
-    - `connections`: number of connections; further connections are closed at once
-    - `patience`: time for a whole request to arrive, and for a client to read some of a blocked
-      response
-    - `idle`: time after a response in which the connection may start another request
-    - `grace`: time for running responses to finish when the server stops
+    - `connections`: maximum number of connections; a further connection is closed at once
+    - `patience`: maximum time until a whole request has arrived, and maximum time in which a client
+      reads nothing of a response
+    - `idle`: maximum time between a response and the next request on the same connection
+    - `grace`: time for running responses to finish after the server has begun to stop
     """
 
     connections: int = 256
@@ -138,7 +138,7 @@ async def listening(
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Install no signal handlers: protos.rpc.server handles signals for the whole process."""
+        """Install no signal handlers: protos.rpc.server handles the signals of this process."""
         yield
 
 

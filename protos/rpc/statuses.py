@@ -128,10 +128,10 @@ class _Messages:
 
 
 def public_error(error: Exception, method: str) -> DistillError:
-    """Return the error that a caller may see.
+    """Return the error that a caller may see in place of `error`.
 
-    A DistillError is returned unchanged. Any other exception is logged with a new id, and becomes
-    an InternalFault that contains only the id. `method` is the name of the method, for the log.
+    A DistillError is returned unchanged. Any other exception is logged with a new id, and an
+    InternalFault with only this id is returned. `method`: name of the method, for the log.
     """
     if isinstance(error, DistillError):
         return error

@@ -1,4 +1,4 @@
-"""`distill cache`: the size of the local copies of data, and how to delete records."""
+"""`distill cache`: prints the size of the local copies of data, and deletes cached records."""
 
 from __future__ import annotations
 

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 
 class MethodName(StrEnum):
-    """The keys of `clients.config.kinds.KINDS`, repeated here because importing that module is
-    slow.
+    """The methods of jobs: the keys of `clients.config.kinds.KINDS`.
+
+    They are repeated here, because importing that module is slow.
     """
 
     ON_POLICY = "on_policy"
@@ -106,9 +107,9 @@ def schema(
 
 
 def print_values(output: Output, files: Sequence[JobFile]) -> None:
-    """Print each key of the jobs of a file with its value and the source of the value.
+    """Print each key of the jobs of a file, with its value and the source of the value.
 
-    If the file has several jobs, a column `job` has the name of each.
+    If the file has several jobs, the column `job` has the name of the job.
     """
     rows: list[Mapping[str, Any]] = []
     for file in files:

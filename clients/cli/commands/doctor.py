@@ -39,7 +39,12 @@ EXTRAS = {
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. A warning is only printed. A problem makes the command fail."""
+    """One line of the report.
+
+    - `name`, `value`: what was checked, and the result
+    - `warning`: a text that is only printed; "" means none
+    - `problem`: a text about a problem, with which the command fails; "" means none
+    """
 
     name: str
     value: str

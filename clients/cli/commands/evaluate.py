@@ -240,7 +240,10 @@ def _validate_config(values: Mapping[str, Any]) -> ExamConfig:
 
 
 def _check_settings(config: ExamConfig) -> None:
-    """Check combinations of settings, and that the files exist."""
+    """Raise InvalidInput if settings cannot be combined.
+
+    Raise NotFound if a file does not exist.
+    """
     from clients.data.formats import files_of
 
     kind, generated = config.reward.type, config.reward.task is not None

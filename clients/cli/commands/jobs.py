@@ -322,7 +322,7 @@ def _apply_to_jobs(
 
 
 def max_steps_of(sets: list[str]) -> int | None:
-    """Return the value of `max_steps` in the --set options, or None.
+    """Return N of the option --set max_steps=N, or None without this option.
 
     Raises InvalidInput for any other key: a resumed job continues from checkpoints that were made
     with the old values.

@@ -64,7 +64,11 @@ def logs(
 
 
 def decode_lines(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Yield the lines of a byte stream. A chunk may end within a line or within a character."""
+    """Yield the lines of a byte stream as text.
+
+    `chunks`: the bytes of the stream in pieces. A piece may end within a line or within a
+    character.
+    """
     partial_line = b""
     for chunk in chunks:
         *complete_lines, partial_line = (partial_line + chunk).split(b"\n")

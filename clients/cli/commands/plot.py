@@ -77,7 +77,8 @@ def records_of(
 ) -> list[JobRecord]:
     """Return the record of each job, read from its run directory or from the server.
 
-    The order is kept and duplicates are removed. `with_notes` adds samples and environment.
+    `jobs`: ids or run directories. The records have the same order, without duplicates.
+    `with_notes`: the records also have the samples and the environment.
     """
     from clients.jobs.record import is_run_directory, record_of_run
 

@@ -1,4 +1,4 @@
-"""`distill submit` and `distill watch`."""
+"""`distill submit` and `distill watch`: queue jobs on a server, and show their progress."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def submit(
 
 
 def _print_planned_uploads(output: Output, configs: Sequence[AnyJob]) -> bool:
-    """Print the files that would be sent; return False if there are none."""
+    """Print the files that an upload would send. Return False if there are none."""
     from clients.jobs.upload import local_files
 
     _print_server_paths(output, configs, are_absolute=True)
@@ -179,9 +179,10 @@ def watch(
 def _watch_jobs(
     client: DistillClient, job_ids: Sequence[str], output: Output, timeout: float | None
 ) -> ExitCode:
-    """Show the progress of jobs, one after the other, and return the first code that is not OK.
+    """Show the progress of jobs, one job after the other.
 
-    Ctrl-C ends the command. `timeout` is for all jobs together.
+    Returns the first exit code that is not OK, or OK. Ctrl-C ends the command. `timeout`: maximum
+    number of seconds for all jobs together.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     codes = []
@@ -218,7 +219,7 @@ _PAUSE_SECONDS = 10.0
 
 
 class UploadReport:
-    """Prints a line at the start and the end of each upload, and every 10 s in between."""
+    """Prints a line at the start and the end of an upload, and every 10 s during the upload."""
 
     def __init__(self, output: Output) -> None:
         self._output = output

@@ -15,8 +15,9 @@ _TOKEN_BYTES = 32
 
 
 class RoleName(StrEnum):
-    """The names of `protos.auth.access.Role`, repeated here because that module imports gRPC
-    (slow).
+    """The names of `protos.auth.access.Role`.
+
+    They are repeated here, because importing that module imports gRPC, which is slow.
     """
 
     READ = "read"

@@ -1,1 +1,1 @@
-"""`distill demo` and `distill demo-rl`, which start and stop real processes."""
+"""The commands `distill demo` and `distill demo-rl`. They start and stop real processes."""

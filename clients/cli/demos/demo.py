@@ -1,4 +1,4 @@
-"""`distill demo`: start a teacher and a server for the shipped models, run a job, print results."""
+"""`distill demo`: starts a teacher and a server, runs a small job, and prints the result."""
 
 from __future__ import annotations
 
@@ -53,7 +53,14 @@ MARKER = ".distill-demo"
 
 @dataclass(frozen=True)
 class DemoSummary:
-    """The content of summary.json: held-out accuracies, held-out KL in nats per token, seconds."""
+    """The content of summary.json, the result of the demo.
+
+    - `teacher_accuracy`, `accuracy_before`, `accuracy_after`: accuracy on held-out sums, of the
+      teacher, and of the student before and after training
+    - `kl_before`, `kl_after`: held-out KL before and after training, nats per token
+    - `seconds`: duration of the demo
+    - `tail`, `top_k`: keys of the job
+    """
 
     teacher_accuracy: float
     accuracy_before: float
@@ -104,9 +111,9 @@ def demo(
 
 
 def clear(directory: Path, output: Output) -> None:
-    """Create the directory of a demo. An earlier demo in the directory is deleted.
+    """Create the directory of a demo. Delete an earlier demo in this directory.
 
-    Raises InvalidInput if the directory has other content.
+    Raises InvalidInput if the directory has other files.
     """
     if directory.exists() and any(directory.iterdir()):
         if not (directory / MARKER).exists():

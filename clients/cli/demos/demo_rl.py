@@ -27,7 +27,14 @@ TRAIN = (
 
 @dataclass(frozen=True)
 class RLDemoSummary:
-    """The content of summary.json: held-out accuracies, and the last step's KL to the anchor."""
+    """The content of summary.json, the result of the demo.
+
+    - `accuracy_before`, `accuracy_after`, `anchor_accuracy_after`: accuracy on held-out sums, of
+      the student before and after training, and of the anchor after training
+    - `kl_from_anchor`: KL of the student to the anchor in the last step
+    - `steps`: number of steps
+    - `seconds`: duration of the demo
+    """
 
     accuracy_before: float
     accuracy_after: float

@@ -1,4 +1,7 @@
-"""Child processes of a demo, each with a log file. All are stopped at the end."""
+"""The child processes of a demo, each with a log file.
+
+At the end of the demo, all of them are stopped.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ SECONDS_TO_STOP = 20.0
 class Services:
     """A context manager that runs `python -m MODULE ...` processes, and stops all of them on exit.
 
-    Each process has one compute thread and writes to `logs`/NAME.log. In the context, SIGTERM and
-    SIGHUP raise KeyboardInterrupt, as SIGINT does. Only for the main thread.
+    Each process has one compute thread, and writes its output to `logs`/NAME.log. During the block,
+    SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does. Only for the main thread.
     """
 
     def __init__(self, logs: Path) -> None:
@@ -102,8 +105,9 @@ class Services:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ignore SIGINT, SIGTERM and SIGHUP in the context, so that a second Ctrl-C cannot stop a
-    clean-up.
+    """During the block, ignore SIGINT, SIGTERM and SIGHUP.
+
+    A second Ctrl-C can therefore not stop a clean-up.
     """
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     previous_handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}

@@ -27,7 +27,7 @@ EXIT_CODES = {
 
 
 class Display(Protocol):
-    """Shows the events of a job as they arrive."""
+    """An object that shows the events of a job when they arrive."""
 
     def show(self, event: JobEvent) -> None:
         """Show one event. The caller has already added the event to the JobView."""
@@ -74,7 +74,7 @@ class LiveBlock:
         self._state: JobState | None = None
 
     def show(self, event: JobEvent) -> None:
-        """Print a line above the block for an evaluation or a change of state."""
+        """Print a line above the block if the event is an evaluation or a change of state."""
         if event.state is not self._state:
             self._state = event.state
             self._console.print(line_of(self._progress, event), markup=False)

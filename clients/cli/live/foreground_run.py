@@ -1,4 +1,4 @@
-"""One attempt of a job in the foreground: its process, events, Ctrl-C, and final event."""
+"""Runs one attempt of a job in the foreground: its process, its events, and Ctrl-C."""
 
 from __future__ import annotations
 

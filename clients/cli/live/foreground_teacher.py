@@ -70,9 +70,9 @@ def foreground_teacher(
 
 
 def wait_for_teachers(config: AnyJob, output: Output) -> None:
-    """Wait until the teacher services of the job answer, and print their state in the meantime.
+    """Wait until the teacher services of the job answer. Print their state meanwhile.
 
-    The wait has no limit while a teacher loads its model. Raises Unavailable if a teacher does not
+    The wait has no limit while a teacher loads its model. Raises Unavailable if a teacher gives no
     answer for `teacher.patience_seconds`.
     """
     if config.teacher_link is None:

@@ -64,7 +64,7 @@ class JobDisplay(Job):
     def record(self, *, with_notes: bool = False) -> JobRecord:
         """Return the job as it is now, with its metrics.
 
-        `with_notes`: also with samples, preview and environment.
+        `with_notes`: the record also has the samples, the preview and the environment.
         """
         raise NotImplementedError
 
@@ -111,7 +111,10 @@ class JobDisplay(Job):
         return pandas.DataFrame(rows, index=steps, columns=sorted(record.metrics))
 
     def samples(self) -> AnswerSamples:
-        """Return the answers of the newest evaluation. Raises NotFound if there are none."""
+        """Return the answers that the newest evaluation sampled.
+
+        Raises NotFound if there are none.
+        """
         notes = self.record(with_notes=True).notes
         if not notes.samples:
             hint = "samples are written by evaluations; wait for the first one"
@@ -149,7 +152,7 @@ _Job = TypeVar("_Job", bound=JobDisplay)
 
 
 class JobList(list[_Job]):
-    """A list of jobs that is displayed as the table of `distill ls`."""
+    """A list of jobs. A notebook or an interactive Python shows it as the table of `distill ls`."""
 
     def compare(self, metric: str = "") -> Comparison:
         """Compare the jobs as they are now; see `compare`."""

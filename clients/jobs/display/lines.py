@@ -47,7 +47,7 @@ class PlainLines:
 
 
 def line_of(job: JobView, event: JobEvent) -> str:
-    """Format an event as one line: `job-7f3a RUNNING training  12/500  loss 0.41  eta 3m20s`."""
+    """Return an event as one line: `job-7f3a RUNNING training  12/500  loss 0.41  eta 3m20s`."""
     parts = [f"{job.job_id} {describe_state(job.state, job.phase)}"]
     if job.attempt > 1:
         parts.append(f"attempt {job.attempt}")

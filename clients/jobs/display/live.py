@@ -1,4 +1,4 @@
-"""The live view of a job: one notebook output that is updated, or lines of text."""
+"""The live view of a job: in a notebook one output that changes, elsewhere lines of text."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def show_job(
 
 
 class NotebookBlock:
-    """One output of a notebook that is drawn again while the job runs."""
+    """The live view of a job in a notebook: one output that is drawn again while the job runs."""
 
     def __init__(
         self, job: Job, view: JobView, read_record: ReadRecord, metrics: Sequence[str]

@@ -54,7 +54,7 @@ class Comparison:
 
     @property
     def rows(self) -> list[Row]:
-        """A row for each job; an asterisk marks the best of several jobs."""
+        """One row per job. If there are several jobs, an asterisk marks the best value."""
         best = best_result(self.results, self.metric) if len(self.results) > 1 else None
         return [self._row_of(result, best) for result in self.results]
 
@@ -97,13 +97,13 @@ def compare_records(records: Sequence[JobRecord], metric: str = "") -> Compariso
 
 
 def list_columns(jobs: Sequence[Job]) -> list[str]:
-    """Return the columns of a list of jobs."""
+    """Return the names of the columns of a list of jobs."""
     has_owners = any(job.owner for job in jobs)
     return [column for column in COLUMNS if has_owners or column != "owner"]
 
 
 def list_row(job: Job, now: float) -> Row:
-    """Return the row of a job in a list. `now`: Unix seconds."""
+    """Return the row of a job in a list of jobs. `now`: the present time in Unix seconds."""
     return {
         "id": job.id,
         "state": job.state,
@@ -186,6 +186,9 @@ def _format_measured(measurement: Measurement | None) -> str:
 
 
 def _state_reason(job: Job) -> str:
-    """Return the phase of a job that is waiting or preparing, otherwise the reason of its state."""
+    """Return the phase of a job that waits or is being prepared.
+
+    For other jobs, return their reason.
+    """
     queued = job.state is JobState.QUEUED and job.phase.startswith("WAITING ")
     return job.phase if queued or job.state is JobState.PREPARING else job.reason

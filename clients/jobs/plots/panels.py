@@ -31,7 +31,7 @@ SMOOTHED_FROM, SMOOTHED_SHARE = 60, 1 / 40
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric of one job."""
+    """The values of one metric of one job, as a curve of a plot."""
 
     label: str
     """The name of the metric. In a plot of several jobs: the job id."""
@@ -47,7 +47,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves on the same axes."""
+    """A part of a plot: one or several curves on the same axes."""
 
     title: str
     curves: Sequence[Curve]
@@ -179,9 +179,9 @@ def smooth_curve(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
 def choose_ticks(low: float, high: float, *, log: bool, max_ticks: int = 5) -> list[float]:
     """Return about `max_ticks` round numbers from `low` to `high`, for the ticks of an axis.
 
-    On a linear axis, ticks are multiples of 1, 2 or 5 times a power of ten. On a log axis, ticks
-    are 1, 2 or 5 times a power of ten. A log axis with fewer than three such ticks has linear
-    ticks.
+    Linear axis: the ticks are the multiples of a step, and the step is 1, 2 or 5 times a power of
+    ten. Log axis: the ticks are 1, 2 or 5 times a power of ten. If fewer than three such numbers
+    fit on a log axis, it gets the ticks of a linear axis.
     """
     if log:
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)

@@ -1,4 +1,4 @@
-"""Write panels as a picture, with matplotlib."""
+"""Writes panels as a picture, with matplotlib."""
 
 from __future__ import annotations
 

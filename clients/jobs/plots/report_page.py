@@ -19,7 +19,7 @@ from clients.jobs.view import KL, describe_state, duration
 
 
 def report_page(record: JobRecord) -> str:
-    """Return the HTML page. All text of the job is escaped."""
+    """Return the HTML page of the report of a job. All text of the job is escaped."""
     job = record.job
     body = [
         f"<h1>{escape(job.name)}</h1>",

@@ -1,4 +1,4 @@
-"""Draw panels as text: with braille dots, or with letters if the encoding is not Unicode."""
+"""Draws panels as text: with braille dots, or with letters if the encoding is not Unicode."""
 
 from __future__ import annotations
 
