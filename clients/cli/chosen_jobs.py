@@ -135,7 +135,7 @@ class Choice:
 def parse_labels(options: Sequence[str] | None) -> Mapping[str, str]:
     """Return the labels in the values NAME=VALUE of the option --label, as a mapping.
 
-    Raises InvalidInput for a value without "=".
+    Raises InvalidInput for a value of another form.
     """
     labels = {}
     for option in options or ():

@@ -9,7 +9,7 @@ The owner is the server or the command that started the program.
     server          empty; present if the owner is the job server of the parent directory
     teacher.json    written by the owner: the address of the teacher that it started for the job
     environment.json, code.diff  software, hardware and code of the newest attempt
-    limits.json     the values that the job does not set; kept as long as attempts continue work
+    limits.json     limits and columns that the job does not set; a resumed attempt keeps them
     preview.json    the training data, token by token; written when training begins
     metrics.jsonl   one JSON object per step; no step occurs twice, even after a resume
     logs/attempt-N/ rank-0.log, and the files of the attempt's shim
