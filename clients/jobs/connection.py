@@ -120,8 +120,8 @@ class ServerConnection:
         - `work`: makes calls; a later call of `work` must continue where the earlier one stopped
         - `progress`: returns a value that changes whenever `work` has progressed
 
-        Raises Unavailable if, for the patience of the client, the server cannot be reached or the
-        progress does not change.
+        Raises Unavailable if, for the client's `patience_seconds`, the server cannot be reached or
+        the progress does not change.
         """
         away_since, last_progress, failures = 0.0, progress(), 0
         while True:
@@ -145,7 +145,7 @@ class ServerConnection:
         - `open_stream`: opens the stream, which must begin after the last received message
         - `deadline`: monotonic time in seconds, at which a wait for the server ends; None: no limit
 
-        Raises Unavailable if the server cannot be reached for the patience of the client.
+        Raises Unavailable if the server cannot be reached for the client's `patience_seconds`.
         """
         away_since: float | None = None
         failures = 0

@@ -1,10 +1,12 @@
 """The command lines of a job's programs, for `distill run`, the server and the trainer.
 
-A capture runs `teacher_service.capture`, an evaluation `student_trainer.exam.job`, and every other
-method `student_trainer`. The program reads job.json, writes its progress to status.json, and reads
-control.json before every step. SIGTERM has the same effect as `stop = "checkpoint"`. The exit code
-is 0 if the verdict is "succeeded" or "cancelled"; otherwise it is the ExitCode of the error in the
-status (1 under `accelerate launch`).
+The method selects the program: a capture runs `teacher_service.capture`, an evaluation runs
+`student_trainer.exam.job`, and every other method runs `student_trainer`. The program reads
+job.json, writes its progress to status.json, and reads control.json before every step. SIGTERM has
+the same effect as `stop = "checkpoint"`.
+
+The exit code is 0 if the verdict is "succeeded" or "cancelled". Otherwise it is the ExitCode of the
+error in the status (1 under `accelerate launch`).
 """
 
 from __future__ import annotations

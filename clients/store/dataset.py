@@ -20,17 +20,17 @@ from protos.rows.codec import RowBlock, decode_rows, max_encoded_bytes
 
 
 class LogitDataset:
-    """A map-style data set: item i is sequence i of the captured data, memory-mapped and verified.
+    """A map-style data set of a captured store: item i is sequence i, memory-mapped and verified.
 
-    torch's DataLoader accepts it directly, with worker processes too. Each item is a dict of numpy
-    arrays and one int. With T tokens in the sequence and n = T - start scored tokens:
+    torch's DataLoader accepts the data set, also with worker processes. Each item is a dict of
+    numpy arrays and one int. A sequence has T tokens, of which n = T - start are scored:
 
     - `input_ids`: int32 [T]
     - `start`: int, the first scored position; the first row is the distribution of token `start`
     - `head_ids`: int32 [n, K]
-    - `head_logprobs`: float16 or float32 [n, K], the precision of the capture
-    - `tail_logmass`: float32 [n]
-    - `token_logprobs`: float32 [n]
+    - `head_logprobs`: float16 or float32 [n, K], as the capture stored them
+    - `tail_logmass`: float32 [n], the log of the tail mass
+    - `token_logprobs`: float32 [n], the log-probs of the scored tokens
     - `tail_sample_ids`: int32 [n, M], only if the capture drew M tail samples per row
     - `tail_sample_logprob`: float32 [n], the mean log-prob of the row's tail samples, only with
       `tail_sample_ids`
@@ -38,7 +38,7 @@ class LogitDataset:
     `path` may be a URL of object storage. All files are then first copied to the user's cache.
 
     Raises NotFound if there is no store at `path`; Corrupt, naming the shard or the sequence, if
-    data are damaged or missing; InvalidInput if pyarrow is not installed or the store was not
+    data are damaged or missing; InvalidInput if pyarrow is not installed, or if the store was not
     written by a capture.
     """
 

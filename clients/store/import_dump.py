@@ -1,10 +1,13 @@
-"""Creates a store from `prompt_logprobs` that were dumped from vLLM.
+"""Creates a store from `prompt_logprobs` that vLLM has computed.
 
-A dump is a .jsonl file with one sequence per line: a response of vLLM's `/v1/completions` to a
-request with `prompt_logprobs` and `return_token_ids`, or an object with `prompt_token_ids` and
-`prompt_logprobs`, as in vLLM's RequestOutput. A line may also contain `start`, the first scored
-position (default 1). The log-probs must come from the full softmax at temperature 1 (vLLM's
-default, --logprobs-mode raw_logprobs).
+A dump is a .jsonl file with one sequence per line. A line is one of these objects:
+
+- a response of vLLM's `/v1/completions` to a request with `prompt_logprobs` and `return_token_ids`
+- an object with `prompt_token_ids` and `prompt_logprobs`, which have the form of vLLM's
+  RequestOutput
+
+A line may also contain `start`, the first scored position (default 1). The log-probs must come from
+the full softmax at temperature 1. This is vLLM's default (--logprobs-mode raw_logprobs).
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""The manifest of a store: it names the shards, and every update replaces it atomically.
+"""The manifest of a store. It names the shards, and every update replaces it atomically.
 
-A shard file that the manifest does not name is not part of the store. Metadata keys of a store that
-a capture wrote:
+A shard file that the manifest does not name is not part of the store. The metadata of a store that
+a capture wrote have these keys:
 
-teacher, tokenizer, data       display names; ignored when two stores are compared
-teacher_fingerprint, teacher_version, tokenizer_fingerprint, vocab_size
-top_k, temperature, logprob_format, compress, tail_samples, seed
-form, columns, template, max_tokens
-image_column                   column of the images that sequences name; absent without images
-context                        text that only the teacher has read; absent without such text
-data_fingerprint               fingerprint of the data files, or the one `datasets` computes
-sequences_fingerprint          fingerprint of the token ids of all data
-too_long, empty                number of records left out, by reason
-part                           i/n: part i (from 0) of the n parts of the data
-sequences                      number of sequences in this part when it is complete
+    teacher, tokenizer, data       display names; ignored when two stores are compared
+    teacher_fingerprint, teacher_version, tokenizer_fingerprint, vocab_size
+    top_k, temperature, logprob_format, compress, tail_samples, seed
+    form, columns, template, max_tokens
+    image_column                   column of the images that sequences name; absent without images
+    context                        text that only the teacher has read; absent without such text
+    data_fingerprint               fingerprint of the data files, or the one `datasets` computes
+    sequences_fingerprint          fingerprint of the token ids of all data
+    too_long, empty                number of records left out, by reason
+    part                           i/n: part i (from 0) of the n parts of the data
+    sequences                      number of sequences in this part when it is complete
 """
 
 from __future__ import annotations
@@ -173,12 +173,14 @@ def require_same(
     ignoring: tuple[str, ...] = (),
     hint: str = "use another directory",
 ) -> None:
-    """Raise WrongState, naming the first differing key, if two metadata differ.
+    """Raise WrongState if the metadata of a store differ from the expected metadata.
 
     - `stored`: the metadata of the store at `path`
     - `expected`: the metadata that the caller needs
     - `ignoring`: keys that are not compared, in addition to the display names
     - `hint`: remedy in the error
+
+    The error names the first key whose values differ.
     """
     for name in [*expected, *stored]:
         if name in _DISPLAY_NAMES or name in ignoring or stored.get(name) == expected.get(name):

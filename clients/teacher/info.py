@@ -22,13 +22,13 @@ class TeacherInfo:
     tokenizer_fingerprint: str
     """Result of `clients.teacher.query.tokenizer_fingerprint` for the teacher's vocabulary."""
     vocab_size: int
-    """Width of the logits."""
+    """Number of logits per position."""
     max_top_k: int
     """Largest `top_k` of a query."""
     max_length: int
     """Maximum number of tokens of a sequence."""
     dtype: str
-    """Type of the weights."""
+    """Data type of the weights."""
     engine: str
     """Engine that computes the rows: hf, vllm, endpoint or fake."""
     batch_invariant: bool
@@ -38,7 +38,7 @@ class TeacherInfo:
     max_tail_draws: int = 0
     """Maximum `draw_ids` per row; 0 for a teacher of an older version."""
     max_request_bytes: int = MAX_MESSAGE_BYTES
-    """Largest request, in one message or several."""
+    """Maximum size of a request in bytes, in one message or several."""
     max_chosen_ids: int | None = None
     """Maximum `head_ids` and `draw_ids` per row together; None: no limit; 0: only `top_k`."""
     only_temperature_one: bool = False
@@ -46,7 +46,7 @@ class TeacherInfo:
     takes_vocab_size: bool = False
     """Whether the teacher supports `vocab_size` of a query. Older versions and endpoints do not."""
     adapters: Mapping[str, str] = field(default_factory=dict)
-    """Fingerprints of the rows with an adapter, by the adapter's name."""
+    """For each adapter, by its name, the fingerprint of the rows with this adapter."""
     takes_images: bool = False
     """Whether the teacher's model accepts `images` of a query."""
     chat_template: str | None = None
@@ -58,17 +58,17 @@ class TeacherLoad:
     """The present load of a teacher, and its counters since its start."""
 
     queued_tokens: int
-    """Tokens of requests that wait for the model."""
+    """Number of tokens in requests that wait for the model."""
     active_streams: int
-    """Open Score streams."""
+    """Number of open streams of the method Score."""
     scored_tokens: int
-    """Rows computed by the model; rows from the cache are not counted."""
+    """Number of rows that the model has computed, without rows from the cache."""
     forwards: int
-    """Forward passes of the model."""
+    """Number of forward passes of the model."""
     cancelled: int
-    """Requests cancelled by their clients."""
+    """Number of requests that their clients have cancelled."""
     cache_tiers: Mapping[str, tuple[int, int]]
-    """(hits, misses) by name of the cache tier."""
+    """Numbers of hits and misses, by the name of the cache tier."""
 
 
 def info_of(message: teacher_pb2.TeacherInfo) -> TeacherInfo:

@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"[0-9]{1,6}")
 class Quota:
     """The maximum number of running jobs of one owner, and of the GPUs of these jobs.
 
-    None: no limit.
+    None means that there is no limit.
     """
 
     jobs: int | None = None

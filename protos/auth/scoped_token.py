@@ -58,7 +58,8 @@ def parts_of(token: str) -> tuple[str, str, bytes] | None:
 def is_signed(key: bytes, text: str, tag: bytes) -> bool:
     """Return True if `tag` is the signature of `text` with `key`.
 
-    The duration does not depend on which part of the tag is wrong.
+    The duration of the check does not depend on the wrong part of a tag. A caller who measures it
+    can therefore not find the tag part by part.
     """
     return hmac.compare_digest(_compute_tag(key, text), tag)
 

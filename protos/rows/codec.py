@@ -1,8 +1,8 @@
 """The binary format of rows, used on the wire, in the caches and on disk.
 
-A *row* describes one scored position: the log-probs of k head ids, the log of the tail mass, the
-log-prob of the sampled token, and optionally M tail samples, which are ids that the teacher drew
-from outside the head. A *block* holds the n rows of consecutive positions of one sequence. It is
+A *row* describes one scored position. It has the log-probs of k head ids, the log of the tail mass,
+and the log-prob of the sampled token. It may also have M tail samples: ids that the teacher drew
+from outside the head. A *block* has the n rows of consecutive positions of one sequence. A block is
 stored as planes (all ids, then all log-probs, ...), so decoding needs one `frombuffer` per plane
 and no Python object per token.
 
@@ -16,14 +16,19 @@ Layout, little-endian:
     logprobs f16 [n*k], or f32 (flag F32)
     tail     f32 [n]   log of the tail mass; -inf if the head is the whole vocabulary
     token    f32 [n]   log-prob of the sampled token
-    samples  ids [n*M] as above, then f32 [n], the mean of their log-probs; nothing if M = 0
+    samples  ids [n*M] in the format of `ids`, then f32 [n], the mean of their log-probs; nothing if
+             M = 0
     draws    instead of samples, with flag DRAWS: f16 [n*M] or f32 log-probs of the reader's ids
 
-Size: 2.25 k + 2 k + 8 bytes per row with f16 and 18-bit ids, which is 280 bytes at k = 64; 2.25 k
-bytes less if the reader has the ids. Tail samples add 2.25 M + 4 bytes: a row has 39 bytes at k = 0
-and M = 12. Tail draws add 2 M bytes. With the flag ZSTD the payload is compressed
-(`compression.py`). Blocks with draws have version 2, all other blocks have version 1, so that older
-programs, which do not know tail draws, can read them.
+Bytes per row with f16 and 18-bit ids:
+
+- head, tail and token: 2.25 k + 2 k + 8, which is 280 at k = 64; 2 k + 8 if the reader has the ids
+- tail samples: 2.25 M + 4 more, so a row has 39 bytes at k = 0 and M = 12
+- tail draws: 2 M more
+
+With the flag ZSTD, the payload is compressed (`compression.py`). Blocks with draws have version 2,
+and all other blocks have version 1. Older programs, which do not know draws, can therefore read all
+blocks without draws.
 """
 
 from __future__ import annotations

@@ -34,10 +34,10 @@ class Curve:
     """The values of one metric of one job, as a curve of a plot."""
 
     label: str
-    """The name of the metric. In a plot of several jobs: the job id."""
+    """The name of the metric. In a plot of several jobs, the job id."""
     number: int
-    """Index of the color: the index of the curve in its panel. In a plot of several jobs: of the
-    job.
+    """Index of the color: the index of the curve in its panel. In a plot of several jobs, the index
+    of the job.
     """
     points: Sequence[tuple[float, float]]
     """(step, value), in order of step."""
