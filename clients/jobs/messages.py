@@ -91,9 +91,10 @@ def teacher_of(teacher: pb.StartedTeacher) -> StartedTeacher:
 def send_known_keys(send: Callable[[Collection[str]], _Answer]) -> _Answer:
     """Send jobs to a server that may be older than this client. Return the server's answer.
 
-    `send`: sends the jobs without the given keys of the job file (see `config_json`). The first
-    call omits no key. If the server refuses keys as unknown, `send` is called again and omits these
-    keys. Raises the error of the server if it refuses the jobs for another reason.
+    `send`: a function that sends the jobs and returns the answer. Its argument is a set of keys of
+    job files to omit (see `config_json`). The first call omits no key. If the server refuses
+    unknown keys, the next call omits them. Raises the error of the server if it refuses the jobs
+    for another reason.
     """
     omitted_keys: set[str] = set()
     while True:

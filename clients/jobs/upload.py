@@ -214,7 +214,7 @@ class _Upload:
 
     @property
     def progress(self) -> UploadProgress:
-        """The progress, with equal files counted once."""
+        """The progress of the upload. Files with equal contents are counted once."""
         size = sum(size for _, size in self.sources.values())
         return UploadProgress(self.local.key, self.sent_bytes, size)
 

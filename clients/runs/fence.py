@@ -1,9 +1,9 @@
 """The fence of a run directory. It prevents earlier attempts from writing after a later one has
 started.
 
-Before the owner starts an attempt, it raises the fence of the run directory to the number of this
-attempt. The attempt's processes receive the number in $DISTILL_FENCE. Before they write results,
-they compare it with the fence.
+The fence is a file with the number of the newest attempt. The owner of the run writes the number
+before it starts the attempt. The attempt's processes receive their number in $DISTILL_FENCE. Before
+they write results, they compare it with the number in the file.
 
 On one machine, the lock of the run directory already excludes a second program. The fence also
 works between machines, where locks do not work. It also stops a process that was suspended while a

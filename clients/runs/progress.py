@@ -108,9 +108,9 @@ class Progress:
     def end(self, verdict: Verdict, reason: str = "", error: DistillError | None = None) -> None:
         """Write the final verdict.
 
-        `error`: the error that caused a failure; its text is the reason. The process that failed
-        writes the verdict "failed", on any rank, and the first failure is kept. The main process
-        writes the other verdicts.
+        `error`: the error that caused a failure; its text is the reason. The main process writes
+        the verdicts other than "failed". Any process can fail and then writes "failed" itself; only
+        the first failure of the attempt is written.
         """
         if verdict == "succeeded":
             reason = reason or "; ".join(self._notes)

@@ -30,11 +30,11 @@ def write_address(run: Path, address: str) -> None:
 
 
 def connected(config: AnyTraining, run: Path) -> AnyTraining:
-    """Return the job with the address of its teacher in place of the keys about the teacher's
-    model.
+    """Return the job with the address of its started teacher.
 
-    This applies to a job that names a model, for which a teacher is started. Any other job is
-    returned unchanged. Raises Unavailable if the teacher was not started.
+    The address replaces the keys about the teacher's model. Only a job that names a model has a
+    started teacher; any other job is returned unchanged. Raises Unavailable if the teacher was not
+    started.
     """
     teacher = config.started_teacher
     if teacher is None:

@@ -159,8 +159,8 @@ def lock_store(path: Path) -> int:
 def key_of(index: int) -> bytes:
     """Return the key of a sequence in a store.
 
-    `index`: number of the sequence in the whole data, from 0, also if the store has one part of the
-    data.
+    `index`: number of the sequence in the whole data, from 0. In the store of a later part of the
+    data, the numbers do not start at 0.
     """
     return index.to_bytes(KEY_BYTES, "big")
 

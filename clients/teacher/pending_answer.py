@@ -139,7 +139,7 @@ class Window(Protocol):
         ...
 
     def release(self, answer: PendingAnswer) -> None:
-        """Subtract the rows of `answer` from the bytes that the prefetch limit limits."""
+        """Exclude the rows of `answer` from the bytes that the prefetch limit bounds."""
         ...
 
 
@@ -164,9 +164,9 @@ class _Waiters(list[Any]):
 class PendingAnswer(Future[RowBlock]):
     """The future of one query.
 
-    The prefetch limit includes the rows of this future from the sending of the request until a
-    caller takes the result or drops the future. A wait for the future, with any function of
-    `concurrent.futures` or `asyncio`, sets `is_awaited`.
+    The prefetch limit bounds the bytes of rows in all futures. It includes this future from the
+    sending of its request until a caller takes the result or drops the future. A wait for the
+    future, with any function of `concurrent.futures` or `asyncio`, sets `is_awaited`.
 
     Lock order: first the condition of a future, then the lock of the window; never in reverse.
     """

@@ -104,7 +104,7 @@ class PendingRequests:
                 self._changed.notify_all()
 
     def release(self, answer: PendingAnswer) -> None:
-        """Subtract the rows of `answer` from the bytes that the prefetch limit limits."""
+        """Exclude the rows of `answer` from the bytes that the prefetch limit bounds."""
         if not answer.counted_bytes:
             return
         with self._changed:

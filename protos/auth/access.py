@@ -306,8 +306,9 @@ def require_token(
 ) -> None:
     """Raise InvalidInput if a token has a wrong length or a wrong character.
 
-    A token must be so long that nobody can guess it, and must fit in an HTTP header. The message
-    names `location` and never quotes the token.
+    A token must be so long that nobody can guess it, and must fit in an HTTP header. `location`:
+    the place of the token, such as a file and line, which the message names. The message never
+    quotes the token.
     """
     if not MIN_TOKEN_CHARS <= len(token) <= MAX_TOKEN_CHARS or not _TOKEN.fullmatch(token):
         raise InvalidInput(

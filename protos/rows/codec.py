@@ -96,12 +96,12 @@ class RowBlock:
 
     @property
     def tail_samples(self) -> int:
-        """Number of tail samples per row (M); 0 if none were drawn."""
+        """Number of tail samples per row (M), which the teacher drew; 0 without samples."""
         return 0 if self.tail_sample_ids is None else int(self.tail_sample_ids.shape[1])
 
     @property
     def tail_draws(self) -> int:
-        """Number of tail draws per row (M); 0 if there are none."""
+        """Number of tail draws per row (M), which the student drew; 0 without draws."""
         return 0 if self.draw_logprobs is None else int(self.draw_logprobs.shape[1])
 
     def slice(self, first: int, last: int) -> RowBlock:
@@ -137,8 +137,8 @@ def _join_columns(parts: Sequence[Any]) -> Any:
 def encode_rows(block: RowBlock, *, f32: bool = False) -> bytes:
     """Encode a block. If `f32` is False, log-probs of the head and of draws are rounded to float16.
 
-    A log-prob below the range of float16 (-65,504) then becomes -inf. Raises ValueError if an id is
-    negative, or if the block has both tail samples and tail draws.
+    In float16, a log-prob below -65,504 becomes -inf. Raises ValueError if an id is negative, or if
+    the block has both tail samples and tail draws.
     """
     n, k = block.head_logprobs.shape
     flags, logprob = (_F32, "<f4") if f32 else (0, "<f2")

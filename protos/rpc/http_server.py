@@ -83,8 +83,8 @@ class HttpLimits:
 def bind(host: str, port: int, option: str) -> socket.socket:
     """Return a listening socket. Port 0 means any free port.
 
-    `option`: the command-line option for the error. Raises InvalidInput if the address cannot be
-    used.
+    Raises InvalidInput if the address cannot be used. `option`: the command-line option that the
+    error names.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

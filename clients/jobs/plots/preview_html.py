@@ -19,7 +19,7 @@ _LEGEND = (
 
 @dataclass(frozen=True, repr=False)
 class PreviewDisplay(Preview):
-    """A preview that a notebook shows as HTML, and Python as a short text."""
+    """A preview that is shown as HTML in a notebook, and as a short text elsewhere."""
 
     @classmethod
     def of(cls, preview: Preview) -> PreviewDisplay:
