@@ -137,7 +137,7 @@ class Corrupt(DistillError, ValueError):
 class InternalFault(DistillError, RuntimeError):
     """A defect in this software.
 
-    The message has an id, under which the server's log has the traceback.
+    The message has an id. The server's log has the traceback with the same id.
     """
 
 

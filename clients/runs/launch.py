@@ -28,8 +28,9 @@ def trainer_command(
 ) -> list[str]:
     """Return the command line of the program of a job, for one attempt.
 
-    The program resumes from the checkpoint of `from_step`. If `from_step` is None, the program
-    resumes from the newest undamaged checkpoint, or starts from the beginning if there is none.
+    `processes`: number of processes that train. The program resumes from the checkpoint of
+    `from_step`. If `from_step` is None, the program resumes from the newest undamaged checkpoint,
+    or starts from the beginning if there is none.
     """
     program = RunDirectory(run).config().program
     # -P: Python imports nothing from the working directory, which may belong to anybody.

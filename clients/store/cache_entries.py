@@ -1,9 +1,9 @@
 """Directories of cached records: their locks, and the deletion of unused directories.
 
 While a process holds the lock of a directory, it sets the modification time of the lock file every
-few seconds. Another process that needs the lock can therefore distinguish a working holder from a
-suspended holder. It waits for a working holder, and does not wait for a suspended holder. The
-modification time is also the time of the last use.
+few seconds. Another process that needs the lock can therefore see whether the first process works
+or is suspended. It waits for a working process, but not for a suspended process. The modification
+time of the lock file is also the time of the last use of the directory.
 """
 
 from __future__ import annotations

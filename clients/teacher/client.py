@@ -275,8 +275,8 @@ class TeacherClient:
     def score(self, queries: Iterable[ScoreQuery]) -> list[RowBlock]:
         """Return the rows of each query, in the order of `queries`.
 
-        If queries fail, the error of the first failed query in this order is raised, and the other
-        queries are cancelled.
+        If a query fails, its error is raised, and the other queries are cancelled. If several
+        queries fail, the error of the first of them in `queries` is raised.
         """
         futures = [self.submit(query) for query in queries]
         try:

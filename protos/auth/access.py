@@ -167,10 +167,9 @@ class Tokens:
         self._digests = new_tokens._digests
 
     def role_of(self, presented: str) -> Role | None:
-        """Return the role of the token `presented`, or None if the server does not accept the
-        token.
+        """Return the role of the token `presented`. Return None if the server does not accept it.
 
-        The duration does not depend on which part of the token is wrong.
+        The duration of the check does not depend on which part of the token is wrong.
         """
         return self._digests.role_of(_hash_token(presented))
 
@@ -193,8 +192,8 @@ class Tokens:
         - `rollouts`: False for a token for teachers. True for a token for rollout services, which
           must be derived from a token with the role ADMIN.
 
-        Returns None for any other token. The duration does not depend on which part of the tag is
-        wrong.
+        Returns None for any other token. The duration of the check does not depend on which part of
+        the tag is wrong.
         """
         parts = parts_of(presented)
         if parts is None:
@@ -243,7 +242,7 @@ def _bearer_token(metadata: Any) -> str | None:
 def name_of_token(metadata: Any) -> str:
     """Return the first digits of the SHA-256 of the token in a call's metadata.
 
-    The server need not accept the token. Returns "" for a call without a token.
+    The token may be one that the server does not accept. Returns "" for a call without a token.
     """
     token = _bearer_token(metadata)
     return "" if token is None else _hash_token(token).hex()[:_NAME_DIGITS]
