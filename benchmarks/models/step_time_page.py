@@ -287,6 +287,9 @@ def _plot(axis: Any, result: Mapping[str, Any]) -> None:
         ]
         axis.scatter(*zip(*points, strict=True), color=color, label=label, zorder=3)
     axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    for side in (axis.xaxis, axis.yaxis):
+        side.set_major_formatter("{x:g}")
+        side.set_minor_formatter("{x:g}")
     axis.set(xlabel="measured seconds of a step", ylabel="predicted seconds of a step")
     style_axis(axis)
     axis.legend(frameon=False)
