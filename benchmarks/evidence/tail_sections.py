@@ -226,9 +226,9 @@ def compare_offline_gap(docs: Path) -> Section:
     text = f"""\
 ## Offline: the gap to all logits
 
-A toy pair with 4,096 ids learns GSM8K ([Offline training: measurements](offline.md)). The effect is
-the fraction of the gap between the student's initial KL and the KL of the exact loss that a method
-closes.
+A toy pair with 4,096 ids learns GSM8K ([Offline training: measurements](offline.md)). The gap is
+the student's KL before training minus its KL after training with the exact loss. The effect is the
+fraction of this gap that a method closes.
 
 {effects_table(effects, "share")}
 """

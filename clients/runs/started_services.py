@@ -78,9 +78,10 @@ def write_placed(file: Path, services: Sequence[PlacedService], *, one_machine: 
 
 
 def read_placed(file: Path) -> tuple[list[PlacedService], bool]:
-    """Return the rollout services, and `one_machine`; see `write_placed`.
+    """Read the file that `write_placed` wrote. Return (rollout services, one_machine).
 
-    Raises Unavailable if the file cannot be read.
+    `one_machine` is True if all services and all trainer processes are on one machine. Raises
+    Unavailable if the file cannot be read.
     """
     try:
         document = read_document(file)

@@ -101,9 +101,9 @@ class LogitDataset:
         return self.token_ids(index), tuple(digest for _, digest in images)
 
     def prompt_ids(self, index: int) -> NDArray[np.int32]:
-        """Return the token ids of sequence `index` before its first scored token, int32,
-        unverified.
+        """Return the token ids of the prompt of sequence `index`, int32.
 
+        The prompt has all tokens before the first scored token. The checksum is not verified.
         Raises IndexError if there is no such sequence.
         """
         shard, row = self._locate(index)

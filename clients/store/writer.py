@@ -66,11 +66,13 @@ class StoreFolder(Protocol):
 
 
 def open_folder(place: str, stopped: Callable[[], bool]) -> StoreFolder:
-    """Open a store for writing: at a path, which is locked, or at a URL.
+    """Open a store for writing, at a path or at a URL.
 
-    `stopped`: returns True to end a wait for object storage. Raises WrongState if another process
-    writes to the path. Object storage has no locks: there, a writer raises WrongState before it
-    writes a file if another writer has started.
+    A path is locked until `close`. Raises WrongState if another process has locked it. Object
+    storage has no locks: the last process that called `claim` is the writer. In all other
+    processes, the methods that change files then raise WrongState.
+
+    `stopped`: returns True to end a wait for object storage.
     """
     if is_object_url(place):
         return ObjectFolder(place, stopped=stopped)

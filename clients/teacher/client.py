@@ -194,8 +194,8 @@ class TeacherClient:
         them.
 
         `waits`: True waits up to 5 s for a teacher that does not listen yet; False treats such a
-        teacher as unreachable at once. The fingerprint is that of the rows with this client's
-        adapter. If only some teachers do not answer within 5 s, they are logged.
+        teacher as unreachable at once. If this client has an adapter, the fingerprint covers the
+        model and the adapter. If only some teachers do not answer within 5 s, they are logged.
 
         Raises Unavailable if no teacher answers, WrongState if two teachers differ or a teacher
         does not have the adapter, InvalidInput if a server is not a teacher, and Unauthenticated or

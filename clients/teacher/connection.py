@@ -105,7 +105,8 @@ class SharedIdentity:
         return WrongState(
             f"the {name} is {identity}, but {self._expected_identity} was expected",
             field=self._field,
-            hint="start the teacher with the weights of the job's start, or start a new job",
+            hint="start the teacher with the weights that it had when the job started, or start a"
+            " new job",
         )
 
     def adopt(self, fingerprint: str, version: int) -> None:

@@ -69,7 +69,7 @@ class CrossTokenizerObjective:
 
     @torch.no_grad()
     def metrics(self, batch: Batch, out: FusedLoss) -> dict[str, Tensor]:
-        """Return (sum, number) of each metric, over the tokens or over the answers of a batch."""
+        """Return each metric as (sum, number of values). Values are per token or per answer."""
         assert isinstance(batch, AlignedBatch)
         assert batch.sampling_logprobs is not None, "rollouts have sampling log-probs"
         logprobs = out.rows.token_logprobs
@@ -140,7 +140,7 @@ class StoredAnswersObjective:
 
     @torch.no_grad()
     def metrics(self, batch: Batch, out: FusedLoss) -> dict[str, Tensor]:
-        """Return (sum, number) of each metric, over the tokens or over the answers of a batch."""
+        """Return each metric as (sum, number of values). Values are per token or per answer."""
         assert isinstance(batch, AlignedBatch)
         return {
             "kl/teacher": sum_and_count_where(batch.learned, self._compute_kl(batch, out.rows)),

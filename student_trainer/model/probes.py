@@ -61,11 +61,12 @@ def body_of(model: Any) -> Any:
 
 @torch.no_grad()
 def find_logit_map(model: Any, vocab_size: int | None = None) -> LogitMap | None:
-    """Return how the model computes its logits from the output of its head, the products.
+    """Return the map from products to logits; None if a LogitMap cannot describe the model.
 
-    `vocab_size`: the vocabulary size of the returned map. Returns None if the head is not one
-    linear layer. Also returns None if the model does anything else than to scale the states before
-    the head, and to scale and cap the products.
+    The products are the output of the head. A LogitMap describes a model whose head is one linear
+    layer, and which only scales the states before the head, and scales and caps the products.
+
+    `vocab_size`: the vocabulary size of the returned map.
 
     The probe replaces the products by known values, because real products may be too small to show
     a cap. The largest known values exceed any cap.

@@ -91,10 +91,10 @@ def find_bias(path: Path, names: Sequence[str]) -> str:
 
 
 def read_weight(path: Path, stored: StoredWeight, ids: range | None = None) -> Tensor:
-    """Return the rows `ids` [n, H] of the head's weight (None: all rows), on the CPU.
+    """Return rows of the head's weight, [n, H], on the CPU.
 
-    The rows have the stored dtype, or are dequantised to float32. No other rows are read, except
-    rows that share a block of scales with `ids`.
+    `ids`: the ids of the rows; None: all rows. The rows have the stored dtype, or float32 if the
+    stored weight is quantised. Other rows are read only if they share a block of scales with `ids`.
     """
     if stored.scales is None:
         return read_tensor(path, stored.weight, ids)
