@@ -24,7 +24,9 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from clients.jobs.job import Job, JobState
+from clients.jobs.record import points_of
 from clients.jobs.view import WINDOW, JobView
+from clients.runs.best_step import JUDGES
 from clients.runs.directory import RunDirectory
 from distill_server.dashboard.feeds import (
     Turns,
@@ -234,10 +236,13 @@ class Pages:
         return JSONResponse({"attempts": records})
 
     async def checkpoints(self, request: Request) -> Response:
-        """GET /api/jobs/JOB/checkpoints: the newest 100 checkpoints with their sizes."""
+        """GET /api/jobs/JOB/checkpoints: the newest 100 checkpoints with evaluations."""
         run = self._find_run(request)
+        points = await self.turns.run_query(
+            lambda: points_of(self.store.evaluations(run.path.name, JUDGES))
+        )
         records = await self.shared_reads.read(
-            ("checkpoints", run.path.name), partial(checkpoints_of, run)
+            ("checkpoints", run.path.name), partial(checkpoints_of, run, points)
         )
         return JSONResponse({"checkpoints": records})
 

@@ -6,7 +6,7 @@ import bisect
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +20,9 @@ from clients.data.preview import MAX_BYTES, Preview, parse_preview
 from clients.jobs.job import TERMINAL, Job, JobEvent, JobState
 from clients.jobs.record import points_of
 from clients.jobs.results import JUDGING_METRICS, verdict_of
+from clients.runs.best_step import JUDGES, best_step
 from clients.runs.directory import RunDirectory
+from clients.runs.metrics_file import Point
 from distill_server.jobs.store import JobStore
 from protos.errors import NotFound
 
@@ -127,18 +129,30 @@ def _build_record(store: JobStore, job: Job, number: int) -> dict[str, Any]:
     }
 
 
-def checkpoints_of(run: RunDirectory) -> list[dict[str, Any]]:
+def checkpoints_of(run: RunDirectory, points: Sequence[Point] = ()) -> list[dict[str, Any]]:
     """Return the newest 100 checkpoints as JSON records, newest first.
 
-    Each has its `step`, `bytes` (the total size of its files) and `saved_at` (Unix seconds). A
-    checkpoint that is removed meanwhile is not included.
+    - step, saved_at: the step, and Unix seconds.
+    - bytes: the total size of the files.
+    - held_out: `metric` and `value` of the evaluation at the step; null if there is none.
+    - is_best: whether `distill pull --checkpoint best` chooses the checkpoint.
+
+    `points` are the evaluations of the job. A checkpoint that is removed meanwhile is not included.
     """
     records = []
-    for step in run.checkpoint_steps()[: -_MAX_CHECKPOINTS - 1 : -1]:
+    steps = run.checkpoint_steps()
+    metrics_by_step = {point.step: point.metrics for point in points}
+    best = best_step(points, set(steps))
+    best_metrics = {} if best is None else metrics_by_step[best]
+    metric = next((name for name in JUDGES if name in best_metrics), "")
+    for step in steps[: -_MAX_CHECKPOINTS - 1 : -1]:
         path = run.checkpoint(step)
         with suppress(OSError):
             saved_at = path.stat().st_mtime
-            records.append({"step": step, "bytes": sum(_iter_sizes(path)), "saved_at": saved_at})
+            record = {"step": step, "bytes": sum(_iter_sizes(path)), "saved_at": saved_at}
+            value = metrics_by_step.get(step, {}).get(metric)
+            held_out = None if value is None else {"metric": metric, "value": value}
+            records.append({**record, "held_out": held_out, "is_best": step == best})
     return records
 
 

@@ -1,13 +1,14 @@
-// The checkpoints of a job with their sizes.
+// The checkpoints of a job with their sizes and evaluations.
 
 import {el} from "./dom.js";
-import {ago, bytes, moment} from "./figures.js";
+import {ago, bytes, moment, number} from "./figures.js";
 import {Fault, get} from "./server.js";
 
 /** The section with the checkpoints. */
 export class CheckpointsView {
-  constructor(path) {
+  constructor(path, job) {
     this.path = path;
+    this.job = job;
     /** Marks `{kind, step, text}` of the charts. */
     this.marks = [];
     this.list = el("div", {class: "checkpoints-list"});
@@ -21,7 +22,7 @@ export class CheckpointsView {
       const {checkpoints} = await get(`${this.path}/checkpoints`);
       this.marks = checkpoints.map(({step}) => ({kind: "checkpoint", step, text: `checkpoint ${step}`}));
       if (!this.element.open) return;
-      this.list.replaceChildren(...(checkpoints.length ? [total(checkpoints), table(checkpoints)]
+      this.list.replaceChildren(...(checkpoints.length ? [total(checkpoints), table(checkpoints), hint(this.job, checkpoints)]
         : [el("p", {class: "hint"}, "No checkpoints.")]));
     } catch (error) {
       const sentence = error instanceof Fault ? error.sentence : "the server does not answer";
@@ -36,9 +37,22 @@ function total(checkpoints) {
 }
 
 function table(checkpoints) {
+  const metric = checkpoints.find((one) => one.held_out)?.held_out.metric;
+  const columns = ["Step", ...metric ? [metric] : [], "Size", "Saved"];
   return el("table", {class: "plain"},
-    el("thead", {}, el("tr", {}, ["Step", "Size", "Saved"].map((name) => el("th", {scope: "col"}, name)))),
-    el("tbody", {}, checkpoints.map(({step, bytes: size, saved_at: time}) => el("tr", {},
-      el("th", {scope: "row"}, String(step)), el("td", {}, bytes(size)),
-      el("td", {title: moment(time)}, ago(time))))));
+    el("thead", {}, el("tr", {}, columns.map((name) => el("th", {scope: "col"}, name)))),
+    el("tbody", {}, checkpoints.map(({step, bytes: size, saved_at: time, held_out: result, is_best: isBest}) =>
+      el("tr", {class: isBest ? "best" : null},
+        el("th", {scope: "row"}, String(step)),
+        metric ? el("td", {}, isBest ? el("b", {}, "best: ") : null, number(result?.value)) : null,
+        el("td", {}, bytes(size)), el("td", {title: moment(time)}, ago(time))))));
+}
+
+/** Says which weights `distill pull` takes. */
+function hint({id, state, step}, checkpoints) {
+  const [choice, word] = checkpoints.some((one) => one.is_best) ? ["best", "best"] : ["last", "newest"];
+  const rule = state === "SUCCEEDED" ? `takes the export, which has the weights of the last step, ${step}.`
+    : "takes the export, which a job has when it has succeeded.";
+  return el("p", {class: "hint"}, el("code", {}, `distill pull ${id}`), ` ${rule} For the ${word} checkpoint: `,
+    el("code", {}, `distill pull ${id} --checkpoint ${choice}`));
 }

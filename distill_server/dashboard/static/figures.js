@@ -52,6 +52,11 @@ export function shortDuration(seconds) {
   return duration(seconds).replace(/([mhd])00[smh]$/, "$1");
 }
 
+/** Formats the names of GPUs as `GPU 0` or `GPUs 0, 1`; "-" if there is none. */
+export function gpuNames(names) {
+  return names?.length ? `${names.length === 1 ? "GPU" : "GPUs"} ${names.join(", ")}` : "-";
+}
+
 /** Formats a number of bytes as `512 B`, `1.2 MiB` or `340 GiB`. */
 export function bytes(count) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];

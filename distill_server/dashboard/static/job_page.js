@@ -55,7 +55,7 @@ class JobPage {
     this.samples = new SamplesView(path);
     this.evaluation = new EvaluationView(path);
     this.attempts = new AttemptsView(path);
-    this.checkpoints = new CheckpointsView(path);
+    this.checkpoints = new CheckpointsView(path, this.job);
     this.usage = new UsageView(path);
     this.summary = new SummaryView(this.job);
     this.commands = new CommandsView(this.job.id, this.server);

@@ -1,7 +1,7 @@
 // The page of the server's machine: who holds slots, GPUs and CPU threads, and who waits for whom.
 
 import {badge, el} from "./dom.js";
-import {ago, bytes, percent, whyQueued} from "./figures.js";
+import {ago, bytes, gpuNames, percent, whyQueued} from "./figures.js";
 import {Fault, get, repeat} from "./server.js";
 
 const SECONDS = 3;
@@ -31,7 +31,7 @@ function show(body, {capacity, holders, queue, gpus}) {
     holders.length ? table("In use", ["Job or teacher", "GPUs", "CPU threads", "State", "Owner", "Started"],
       holders.map((holder) => [
         holder.id ? link(holder.id, holder.name) : `teacher ${holder.name}`,
-        holder.gpus?.join(", ") || "-", holder.cpus || "-", badge(holder.state), holder.owner || "-",
+        gpuNames(holder.gpus), holder.cpus || "-", badge(holder.state), holder.owner || "-",
         ago(holder.since)]))
       : el("p", {class: "notice"}, "No job and no teacher of this server runs."),
     ...gpus.length ? [el("h2", {}, "GPUs"), table("GPUs", ["GPU", "Busy", "Memory", "Held by"],

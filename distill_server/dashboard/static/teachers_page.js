@@ -1,7 +1,7 @@
 // The page of the teachers: their load, caches and waiting jobs, updated every three seconds.
 
 import {badge, el} from "./dom.js";
-import {ago, duration, number, percent} from "./figures.js";
+import {ago, duration, gpuNames, number, percent} from "./figures.js";
 import {Fault, get, repeat} from "./server.js";
 import {sparkline} from "./sparkline.js";
 
@@ -81,7 +81,7 @@ function card(teacher, rates) {
 }
 
 function history({stage, since, attempt, gpus}) {
-  const place = gpus?.length ? `GPUs ${gpus.join(", ")}` : "";
+  const place = gpus?.length ? gpuNames(gpus) : "";
   return [stage, place, `start ${attempt}, ${ago(since)}`].filter(Boolean).join("; ");
 }
 

@@ -281,6 +281,12 @@ def test_who_holds_the_machine_and_who_waits(
     assert browser.texts(".meters span")[0] == "1 of 1 slots"
     links = browser.run("return [...document.querySelectorAll('main a')].map((a) => a.hash)")
     assert links == [f"#/jobs/{running}", f"#/jobs/{queued}"]
+    assert browser.texts("[aria-label='In use'] td")[1] == "-", "no GPU"
+    names = browser.run(
+        "return import('/figures.js').then(({gpuNames}) => ["
+        "gpuNames(['0']), gpuNames(['0', '1']), gpuNames([])])"
+    )
+    assert names == ["GPU 0", "GPUs 0, 1", "-"]
     browser.open("about:blank")
 
 

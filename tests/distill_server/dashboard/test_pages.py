@@ -197,7 +197,9 @@ def test_the_queue_and_an_attempt_that_died(
     make_site: Callable[..., Site], browser: Browser
 ) -> None:
     site = make_site(slots=1)
-    job = site.submit(name="crash_at=7 crashes=1 hang_at=20 every=2 pause=0.05", max_steps=99)
+    job = site.submit(
+        name="crash_at=7 crashes=1 hang_at=20 every=2 best=8 pause=0.05", max_steps=99
+    )
     eventually(lambda: site.job(job)["attempt"] == 2 and site.job(job)["step"] > 6)
     waiting = [site.submit(name=name, max_steps=1) for name in ("second", "third")]
     browser.open(f"{site.url}/#/")
@@ -218,7 +220,11 @@ def test_the_queue_and_an_attempt_that_died(
     assert "MiB of" in browser.text(".cards section:nth-of-type(2)")
     browser.click(".checkpoints summary")
     eventually(lambda: browser.count(".checkpoints tbody tr") >= 6)
-    assert browser.texts(".checkpoints tbody tr:last-child > *")[:2] == ["2", "1000 B"]
+    assert browser.texts(".checkpoints tbody tr:last-child > *")[:3] == ["2", "-", "1000 B"]
+    assert browser.texts(".checkpoints thead th")[1] == "eval/kl"
+    assert browser.texts(".checkpoints .best > *")[:2] == ["10", "best: 2"]
+    best_command = f"distill pull {job} --checkpoint best"
+    assert browser.texts(".checkpoints .hint code")[1] == best_command
     find_in_the_log(browser)
     browser.click(".commands-view summary")
     commands = browser.texts(".commands code")
