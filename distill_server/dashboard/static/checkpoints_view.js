@@ -22,7 +22,8 @@ export class CheckpointsView {
       const {checkpoints} = await get(`${this.path}/checkpoints`);
       this.marks = checkpoints.map(({step}) => ({kind: "checkpoint", step, text: `checkpoint ${step}`}));
       if (!this.element.open) return;
-      this.list.replaceChildren(...(checkpoints.length ? [total(checkpoints), table(checkpoints), hint(this.job, checkpoints)]
+      this.list.replaceChildren(...(checkpoints.length
+        ? [total(checkpoints), table(checkpoints), hint(this.job, checkpoints)]
         : [el("p", {class: "hint"}, "No checkpoints.")]));
     } catch (error) {
       const sentence = error instanceof Fault ? error.sentence : "the server does not answer";
