@@ -34,7 +34,7 @@ export class Actions {
         ? "The job first saves a checkpoint, so that it can be resumed from its current step."
         : "The job has not started yet."),
     ], [
-      ["Cancel the job", "strong", () => this.send("cancel", {now: false})],
+      ["Cancel the job", "strong danger", () => this.send("cancel", {now: false})],
       running ? ["Cancel without a checkpoint", "danger",
         () => this.send("cancel", {now: true})] : null,
       ["Close", "", () => {}],

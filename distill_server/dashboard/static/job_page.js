@@ -52,7 +52,7 @@ class JobPage {
     this.history = new History(this.job.started_at);
     this.log = new LogView(path);
     this.preview = new PreviewView(path);
-    this.samples = new SamplesView(path);
+    this.samples = new SamplesView(path, this.job, this.history);
     this.evaluation = new EvaluationView(path);
     this.attempts = new AttemptsView(path);
     this.checkpoints = new CheckpointsView(path, this.job);
@@ -145,6 +145,7 @@ class JobPage {
 
   learn(job) {
     Object.assign(this.job, job);
+    this.samples.refresh();
     this.summary.show(this.job);
     this.show();
   }

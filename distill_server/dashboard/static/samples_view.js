@@ -6,10 +6,11 @@ import {TokensView} from "./tokens_view.js";
 
 /** A section with the records of a step and the choice of the step. */
 class StepsView {
-  /** `path` is the address of the steps, `cardOf` makes an element of a record. */
-  constructor(title, path, cardOf) {
+  /** `path` is the address of the steps, `cardOf` makes an element of a record, `lackOf` says why there is none. */
+  constructor(title, path, cardOf, lackOf) {
     this.path = path;
     this.cardOf = cardOf;
+    this.lackOf = lackOf;
     this.chosen = 0;
     this.steps = el("select", {"aria-label": `Step of ${title}`, change: () => this.show(Number(this.steps.value))});
     this.list = el("div", {class: "samples"});
@@ -24,7 +25,7 @@ class StepsView {
       const {steps} = await get(this.path);
       const newest = Number(this.steps.options[0]?.value ?? -1);
       this.steps.hidden = !steps.length;
-      if (!steps.length) this.list.replaceChildren(el("p", {class: "hint"}, "Nothing yet."));
+      if (!steps.length) this.list.replaceChildren(el("p", {class: "hint"}, this.lackOf()));
       if (!steps.length || steps[0] === newest) return;
       const stay = this.chosen && this.chosen !== newest;
       this.steps.replaceChildren(...steps.map((step) => el("option", {value: step}, `step ${step}`)));
@@ -53,10 +54,11 @@ class StepsView {
 
 /** The sections of a job: its transcripts, and the log-probs of held-out tokens. */
 export class SamplesView {
-  constructor(path) {
+  constructor(path, job, history) {
     const tokens = new TokensView();
-    this.sections = [new StepsView("Samples", `${path}/samples`, transcript),
-      new StepsView("Tokens", `${path}/tokens`, (record) => tokens.card(record))];
+    const lackOf = (records) => () => lack(records, job, history);
+    this.sections = [new StepsView("Samples", `${path}/samples`, transcript, lackOf("transcripts")),
+      new StepsView("Tokens", `${path}/tokens`, (record) => tokens.card(record), lackOf("tokens"))];
     this.sections[1].element.children[0].after(tokens.controls);
     this.elements = this.sections.map(({element}) => element);
   }
@@ -64,6 +66,13 @@ export class SamplesView {
   refresh() {
     return Promise.all(this.sections.map((section) => section.refresh()));
   }
+}
+
+/** Says why a job has no records. */
+function lack(records, {ended_at: ended}, history) {
+  if (!ended) return "Nothing yet.";
+  const reason = history.evaluations.length ? "its evaluations wrote none" : "it had no evaluation";
+  return `This job has no ${records}: ${reason}.`;
 }
 
 // A longer text is scrolled, also with the keyboard.

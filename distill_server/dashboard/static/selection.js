@@ -61,7 +61,7 @@ export class Selection {
       el("p", {}, "Running jobs first save a checkpoint, so that they can be resumed. Jobs that have ended do not"
         + " change."),
     ], [
-      ["Cancel the jobs", "strong", () => this.send("cancel", {now: false}, "cancelled")],
+      ["Cancel the jobs", "strong danger", () => this.send("cancel", {now: false}, "cancelled")],
       ["Cancel without checkpoints", "danger", () => this.send("cancel", {now: true}, "cancelled")],
       ["Close", "", () => {}],
     ]);
@@ -72,7 +72,7 @@ export class Selection {
       el("p", {}, "This deletes the jobs with their checkpoints, exports and logs, and cannot be undone. Pinned jobs,"
         + " and jobs that have not ended, are kept."),
     ], [
-      [`Remove ${jobs(this.ids.size)}`, "danger", () => this.send("remove", {}, "removed")],
+      [`Remove ${jobs(this.ids.size)}`, "strong danger", () => this.send("remove", {}, "removed")],
       ["Close", "", () => {}],
     ]);
   }

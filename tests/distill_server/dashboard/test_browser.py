@@ -159,6 +159,10 @@ def test_held_out_tokens_are_coloured(site: Site, browser: Browser) -> None:
     assert title == "student: 0.00674 (log-prob -5), teacher: 0.819 (log-prob -0.2)"
     browser.choose(f"{section} [aria-label='Step of Tokens']", "0")
     eventually(lambda: list_classes() == ["token gap-2", "token gap-4", "token gap-4"])
+    samples = "details:has([aria-label='Step of Samples'])"
+    browser.click(f"{samples} > summary")
+    reason = "This job has no transcripts: it had no evaluation."
+    eventually(lambda: browser.text(f"{samples} .hint") == reason)
     browser.choose("[aria-label='Colour of the tokens']", "student")
     assert list_classes() == ["token likely-0", "token likely-3", "token likely-4"]
 
