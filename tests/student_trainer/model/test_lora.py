@@ -150,6 +150,8 @@ def test_a_mixture_of_experts_is_refused_before_it_learns() -> None:
 )
 def test_adapters_all_learn_in_models_that_read_weights_without_a_call(kind: str) -> None:
     """As do the kernels of state-space mixers, Gemma 3n in training, and indexers of keys."""
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {kind}")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(make_tiny_config(CONFIG_MAPPING[kind], kind))
     add_adapters(model, config(Path("unused")))
