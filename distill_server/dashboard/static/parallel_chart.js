@@ -34,11 +34,21 @@ export function parallelChart({metric, labels, rows}, width) {
       axes.map((axis, index) => drawn(axis, x(index))), [...lines].sort((one) => (one.matches(".best") ? 1 : -1))));
 }
 
+function numberOf(value) {
+  return value === "" ? NaN : Number(value);
+}
+
+/** Compares two values of an axis: numbers by size, before texts. */
+function inOrder(one, other) {
+  const [first, second] = [numberOf(one), numberOf(other)];
+  return Number.isNaN(first) - Number.isNaN(second) || first - second || (one < other ? -1 : 1);
+}
+
 /** An axis with numbers if all values are numbers, else with one tick for each text. */
 function makeAxis(name, values) {
-  const numbers = values.map((value) => (value === "" ? NaN : Number(value)));
+  const numbers = values.map(numberOf);
   const isNumeric = numbers.every(Number.isFinite);
-  const distinct = [...new Set(isNumeric ? numbers : values)].sort(isNumeric ? (one, other) => one - other : undefined);
+  const distinct = [...new Set(isNumeric ? numbers : values)].sort(inOrder);
   const [low, high] = [distinct[0], distinct.at(-1)];
   const scale = !isNumeric ? (value) => distinct.indexOf(value)
     : low > 0 && high / low >= WIDE_RANGE ? Math.log : (value) => value;
