@@ -24,8 +24,8 @@ def machine_record(
     - holders: the active jobs (`id`, `name`, `owner`) and the teachers of this server (`name`).
       Each has `state`, `since` (Unix time of the start), `slots`, `cpus`, and `gpus` (names, null
       if the server does not divide them).
-    - queue: the first 100 queued jobs, each with `id`, `name`, `owner` and the keys of
-      `Places.describe`.
+    - queue: the first 100 queued jobs, each with `id`, `name`, `owner`, `queued_at` (Unix time) and
+      the keys of `Places.describe`.
     - gpus: the GPUs of the server's machine.
     """
     holders = []
@@ -47,7 +47,10 @@ def machine_record(
         "capacity": places.capacity(),
         "holders": holders,
         "queue": [
-            {"id": job.id, "name": job.name, "owner": job.owner, **places.describe(job)}
+            {
+                **{"id": job.id, "name": job.name, "owner": job.owner},
+                **{"queued_at": store.queued_at(job.id), **places.describe(job)},
+            }
             for job in queue
         ],
         "gpus": [asdict(gpu) for gpu in gpus],

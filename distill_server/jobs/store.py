@@ -243,6 +243,11 @@ class JobStore:
         )
         return [row["id"] for row in rows]
 
+    def queued_at(self, job_id: str) -> float:
+        """Return the Unix time at which the newest attempt of a job was queued."""
+        row = self._db.execute("SELECT queued_at FROM jobs WHERE id = ?", (job_id,)).fetchone()
+        return float(row["queued_at"])
+
     def queue_length(self) -> int:
         """Return the number of QUEUED jobs."""
         count = "SELECT count(*) FROM jobs INDEXED BY jobs_by_state WHERE state = ?"

@@ -5,6 +5,8 @@ import {ago, bytes, gpuNames, percent, whyQueued} from "./figures.js";
 import {Fault, get, repeat} from "./server.js";
 
 const SECONDS = 3;
+// The ages of all rows are drawn again after this time.
+const MS_BETWEEN_AGES = 60000;
 
 /** Shows the machine in `root`; returns the function that closes the page. */
 export function openMachine(root) {
@@ -21,7 +23,8 @@ export function openMachine(root) {
 }
 
 function show(body, {capacity, holders, queue, gpus}) {
-  const drawn = JSON.stringify([capacity, holders, queue, gpus, ago(holders[0]?.since)]);
+  const minute = Math.floor(Date.now() / MS_BETWEEN_AGES);
+  const drawn = JSON.stringify([capacity, holders, queue, gpus, ago(holders[0]?.since), minute]);
   if (body.dataset.drawn === drawn) return; // keeps the focus and the selection
   body.dataset.drawn = drawn;
   const names = new Map([...holders, ...queue].filter(({id}) => id).map(({id}) => [id, link(id, id)]));
@@ -39,8 +42,8 @@ function show(body, {capacity, holders, queue, gpus}) {
         gpu.memory_total === null ? "-" : `${bytes(gpu.memory_used)} of ${bytes(gpu.memory_total)}`,
         holderOf(gpu, holders)]))] : [],
     el("h2", {}, "Queue"),
-    queue.length ? table("Queue", ["Place", "Job", "Waits for", "Owner"], queue.map((job) => [
-      job.place, link(job.id, job.name), linked(reason(job), names), job.owner || "-"]))
+    queue.length ? table("Queue", ["Place", "Job", "Waits for", "Owner", "Queued"], queue.map((job) => [
+      job.place, link(job.id, job.name), linked(reason(job), names), job.owner || "-", ago(job.queued_at)]))
       : el("p", {class: "notice"}, "No job waits."));
 }
 

@@ -282,6 +282,7 @@ def test_who_holds_the_machine_and_who_waits(
     browser.open(f"{site.url}/#/machine")
     eventually(lambda: browser.texts("[aria-label=Queue] tbody td:first-child") == ["1"])
     assert browser.texts("[aria-label=Queue] td")[2] == "the only slot is in use"
+    assert browser.texts("[aria-label=Queue] td")[4].endswith(" ago")
     assert browser.texts(".meters span")[0] == "1 of 1 slots"
     links = browser.run("return [...document.querySelectorAll('main a')].map((a) => a.hash)")
     assert links == [f"#/jobs/{running}", f"#/jobs/{queued}"]
@@ -357,6 +358,16 @@ def test_parallel_coordinates_of_a_sweep(site: Site, browser: Browser) -> None:
     assert ticks == [
         *("rate", "1e-5", "1e-4", "1e-3", "loss", "jsd", "kl", "eval/kl", "1", "2", "3")
     ]
+    for row, rate in zip(rows, ("1e-4", "3e-5", "1e-5"), strict=True):
+        row["labels"] = {"rate": rate}
+    rows.append(rows[0] | {"id": "d", "name": "d", "labels": {}})
+    ticks = browser.run(
+        "return import('/parallel_chart.js').then(({parallelChart}) =>"
+        "  [...parallelChart(arguments[0], 700).querySelectorAll('text')]"
+        "    .map((text) => text.textContent))",
+        {"metric": "eval/kl", "labels": ["rate"], "rows": rows},
+    )
+    assert ticks[:5] == ["rate", "1e-5", "3e-5", "1e-4", "-"]
 
 
 def test_ticks_are_told_apart(site: Site, browser: Browser) -> None:
