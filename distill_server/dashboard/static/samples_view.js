@@ -6,10 +6,10 @@ import {TokensView} from "./tokens_view.js";
 
 /** A section with the records of a step and the choice of the step. */
 class StepsView {
-  /** `path` is the address of the steps, `cardOf` makes an element of a record, `lackOf` says why there is none. */
-  constructor(title, path, cardOf, lackOf) {
+  /** `path` is the address of the steps, `cardsOf` makes elements of records, `lackOf` says why there are none. */
+  constructor(title, path, cardsOf, lackOf) {
     this.path = path;
-    this.cardOf = cardOf;
+    this.cardsOf = cardsOf;
     this.lackOf = lackOf;
     this.chosen = 0;
     this.steps = el("select", {"aria-label": `Step of ${title}`, change: () => this.show(Number(this.steps.value))});
@@ -40,7 +40,7 @@ class StepsView {
     this.chosen = step;
     try {
       const {samples} = await get(`${this.path}/${step}`);
-      if (step === this.chosen) this.list.replaceChildren(...samples.map(this.cardOf));
+      if (step === this.chosen) this.list.replaceChildren(...this.cardsOf(samples));
     } catch (error) {
       this.fail(error);
     }
@@ -57,8 +57,8 @@ export class SamplesView {
   constructor(path, job, history) {
     const tokens = new TokensView();
     const lackOf = (records) => () => lack(records, job, history);
-    this.sections = [new StepsView("Samples", `${path}/samples`, transcript, lackOf("transcripts")),
-      new StepsView("Tokens", `${path}/tokens`, (record) => tokens.card(record), lackOf("tokens"))];
+    this.sections = [new StepsView("Samples", `${path}/samples`, (samples) => samples.map(transcript), lackOf("transcripts")),
+      new StepsView("Tokens", `${path}/tokens`, (records) => tokens.cards(records), lackOf("tokens"))];
     this.sections[1].element.children[0].after(tokens.controls);
     this.elements = this.sections.map(({element}) => element);
   }

@@ -24,7 +24,8 @@ const CHOICES = {
 /** The choice of the colours, and the cards of sequences. */
 export class TokensView {
   constructor() {
-    this.shown = new Set();
+    /** The tokens of all cards: `{element, logprobs}`. */
+    this.shown = [];
     this.choice = el("select", {"aria-label": "Colour of the tokens", change: () => this.paint()},
       Object.entries(CHOICES).map(([name, {title}]) => el("option", {value: name}, title)));
     this.choice.value = "difference";
@@ -32,35 +33,39 @@ export class TokensView {
     this.controls = el("div", {class: "chart-view"}, el("label", {}, "colour ", this.choice), this.legend);
   }
 
-  /** Makes the card of a record `{prompt, tokens, student, teacher}`; `teacher` may be missing. */
+  /** Makes the cards of records `{prompt, tokens, student, teacher}`, which replace the earlier cards;
+   *  `teacher` may be missing. */
+  cards(records) {
+    this.shown = [];
+    const cards = records.map((record) => this.card(record));
+    const hasTeacher = records.every(({teacher}) => teacher);
+    // Without log-probs of a teacher, only the student's colours are there.
+    if (!hasTeacher) this.choice.value = "student";
+    for (const name of ["teacher", "difference"]) {
+      this.choice.querySelector(`[value=${name}]`).disabled = !hasTeacher;
+    }
+    this.paint();
+    return cards;
+  }
+
   card(record) {
     const tokens = record.tokens.map((text, index) => {
       const logprobs = {student: record.student[index], teacher: record.teacher?.[index]};
       const element = el("bdi", {class: "token", title: describe(logprobs)}, visible(text));
-      return {element, logprobs};
+      this.shown.push({element, logprobs});
+      return element;
     });
-    const card = el("article", {class: "card"},
+    return el("article", {class: "card"},
       el("p", {class: "tokens context", dir: "auto"}, record.prompt),
-      el("p", {class: "tokens", tabindex: 0}, tokens.map(({element}) => element)));
-    for (const old of this.shown) if (!old.card.isConnected) this.shown.delete(old);
-    this.shown.add({card, tokens});
-    // Without log-probs of a teacher, only the student's colours are there.
-    if (!record.teacher) this.choice.value = "student";
-    for (const name of ["teacher", "difference"]) {
-      this.choice.querySelector(`[value=${name}]`).disabled = !record.teacher;
-    }
-    this.paint();
-    return card;
+      el("p", {class: "tokens", tabindex: 0}, tokens));
   }
 
   paint() {
     const {value, limits, kind, labels} = CHOICES[this.choice.value];
     this.legend.replaceChildren(...labels.map((label, place) => el("span", {class: `token ${kind}-${place}`}, label)));
-    for (const {tokens} of this.shown) {
-      for (const {element, logprobs} of tokens) {
-        const place = limits.findIndex((limit) => value(logprobs) >= limit);
-        element.className = `token ${kind}-${place < 0 ? limits.length : place}`;
-      }
+    for (const {element, logprobs} of this.shown) {
+      const place = limits.findIndex((limit) => value(logprobs) >= limit);
+      element.className = `token ${kind}-${place < 0 ? limits.length : place}`;
     }
   }
 }
