@@ -278,7 +278,7 @@ class Pages:
         - state: state of the job.
         - last_seq: number of the job's newest event.
         - events: the events in columns (responses.py).
-        - extremes: extreme values of the deleted events.
+        - extremes: extreme values of the deleted events; null unless `after` is 0.
         """
         job = self.store.resolve(request.path_params["job"])
         after_seq = _parse_number(request.query_params.get("after", "0"), "after")

@@ -72,13 +72,14 @@ async def job_messages(
 def stored_steps(store: JobStore, job_id: str, after_seq: int) -> dict[str, Any]:
     """Return the stored events of a job after `after_seq`, in columns, as a JSON record.
 
-    The record also has `state`, `last_seq` and `extremes` of the job.
+    The record also has `state` and `last_seq` of the job, and its `extremes` if `after_seq` is 0,
+    else null: pages read new steps every few seconds, and already have the extremes.
     """
     job = store.job(job_id)
     return {
         "state": job.state,
         "last_seq": job.last_seq,
-        "extremes": extremes_record(store.extremes(job_id)),
+        "extremes": None if after_seq else extremes_record(store.extremes(job_id)),
         "events": event_columns(store.events(job_id, after_seq, -1)),
     }
 

@@ -86,7 +86,7 @@ class ComparePage {
     if (this.closed || run.isComplete) return;
     const answer = await get(`api/jobs/${encodeURIComponent(job.id)}/steps?after=${run.lastSeq}`);
     run.isComplete = ENDED.includes(answer.state);
-    if (!run.lastSeq) history.extremes = answer.extremes;
+    if (answer.extremes) history.extremes = answer.extremes;
     run.lastSeq = answer.last_seq;
     history.addColumns(answer.events);
     if (!history.last) return;

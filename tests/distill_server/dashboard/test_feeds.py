@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from distill_server.dashboard import feeds
-from distill_server.dashboard.feeds import Turns, job_messages, list_messages
+from distill_server.dashboard.feeds import Turns, job_messages, list_messages, stored_steps
 from distill_server.jobs.change_notifier import ChangeNotifier
 from distill_server.jobs.database import open_database
 from distill_server.jobs.store import Change, JobStore
@@ -114,6 +114,10 @@ def test_a_job_is_sent_in_columns_of_its_events(
             store.change("job", Change(step=step, metrics=metrics))
         sent = asyncio.run(follow(store, notifier))
         stored = [asdict(event) for event in store.events("job", 0, 999)]
+        whole, rest = (stored_steps(store, "job", seq) for seq in (0, 100))
+    assert whole["extremes"] == {"attempt": 0, "curves": {}}
+    assert rest["extremes"] is None
+    assert [record["events"]["seq"][0] for record in (whole, rest)] == [1, 101]
     assert [event | {"metrics": {}} for event in sent] == [
         event | {"metrics": {}} for event in stored
     ]
