@@ -18,7 +18,7 @@ whose answers end early. `benchmarks/models/step_time.py` compares the formulas 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from clients.config.kinds import AnyTraining
@@ -365,10 +365,11 @@ def best_split(
     if total == job.processes:
         return None
     usable = round(USABLE * machine.size * GIB)
+    teacher_gpus = _list_teacher_gpus(job, total, usable) if teacher else [0]
     group = 1 if job.rollout_engine is None else job.rollout_engine.tensor_parallel_size
     fastest: tuple[Split, StepTime] | None = None
     for engines in range(group, total, group) if job.engine_gpus else [0]:
-        for scorers in range(1, total - engines) if teacher else [0]:
+        for scorers in teacher_gpus:
             processes = total - engines - scorers
             if not 0 < processes <= job.max_processes:
                 continue
@@ -385,3 +386,28 @@ def best_split(
             if fastest is None or time.seconds < fastest[1].seconds:
                 fastest = Split(processes, engines, scorers), time
     return fastest
+
+
+def _list_teacher_gpus(job: AnyTraining, total: int, usable: int) -> Sequence[int]:
+    """Return the numbers of GPUs, below `total`, that can run the job's started teacher.
+
+    vLLM needs that the number divides the heads, the units of the MLP, and the vocabulary, which it
+    pads to a multiple of 64. If there are more GPUs than heads of keys, it repeats these heads. The
+    weights, in the dtype float32 or one of 2 bytes, must fit in `usable` bytes of each GPU. If the
+    sizes of the teacher are not known, or its engine uses one GPU, the job's own number is the only
+    one.
+    """
+    teacher, shape = job.started_teacher, _teacher_shape(job)
+    if teacher is None:
+        return [0]
+    if shape is None or teacher.engine != "vllm":
+        return [teacher.gpus_of_model]
+    weight_bytes = (FLOAT32 if teacher.dtype == "float32" else BFLOAT16) * shape.weights
+    counts = (shape.heads, shape.intermediate, 64 * math.ceil(shape.vocabulary / 64))
+    return [
+        gpus
+        for gpus in range(1, total)
+        if all(count % gpus == 0 for count in counts)
+        and max(shape.kv_heads, gpus) % min(shape.kv_heads, gpus) == 0
+        and weight_bytes <= gpus * usable
+    ]

@@ -11,6 +11,8 @@ import pytest
 from benchmarks.models.step_time_page import GUIDE, RECIPES, recipe, with_output, with_prediction
 from benchmarks.shared.programs import JOBS
 from clients.cli.app import main
+from clients.config.file import load_job
+from clients.config.tables.job import TrainingJob
 from clients.data.models.shape import shape_of
 from clients.plan.machines import MACHINES, MachineFigures
 from clients.plan.memory import Load
@@ -97,6 +99,43 @@ def test_no_split_of_a_recipe_is_faster_than_the_best(name: str) -> None:
         assert time.seconds == max(
             time.parts["rollouts"], time.parts["trainer"] + time.parts["push"]
         )
+
+
+@pytest.mark.parametrize(
+    ("engine", "model_type", "gpus", "possible"),
+    [
+        ("vllm", "llama", 8, {2, 4, 8, 16}),  # one GPU cannot hold 141 GB
+        ("vllm", "mixtral", 4, {4}),  # of unknown sizes
+        ("hf", "qwen2", None, {1}),
+    ],
+)
+@pytest.mark.parametrize("others", [(8, 8), (5, 3), (8, 0)], ids=str)
+def test_a_split_has_a_number_of_gpus_that_can_run_the_teacher(
+    engine: str,
+    model_type: str,
+    gpus: int | None,
+    possible: set[int],
+    others: tuple[int, int],
+    tmp_path: Path,
+) -> None:
+    llama_70b = {
+        "model_type": model_type, "num_hidden_layers": 80, "hidden_size": 8192,
+        "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(llama_70b))
+    processes, engine_gpus = others
+    overrides = [f"teacher.model={tmp_path}", f"teacher.engine={engine}"]
+    overrides += [f"teacher.gpus={gpus}"] if gpus else []
+    overrides += ["train.sharding=fsdp2", f"train.processes={processes}"]
+    if engine_gpus:
+        overrides += ["rollouts.engine=vllm", f"rollouts.gpus={engine_gpus}"]
+    job = load_job(JOBS / "gsm8k_on_policy.toml", overrides).config
+    assert isinstance(job, TrainingJob)
+    split = best_split(job, SHAPE, MACHINES["H100"], None)
+    assert split is not None
+    assert split[0].teacher in possible
+    assert split[0].trainer + split[0].engines + split[0].teacher == sum(others) + (gpus or 1)
 
 
 @pytest.mark.parametrize("name", RECIPES)
