@@ -281,9 +281,10 @@ def _shared_tokens(
 def _count_enough_processes(
     job: AnyTraining, shape: ModelShape, usable: int, longest: int | None
 ) -> int | None:
-    """Return a number of processes with which the job fits under FSDP2, or None.
+    """Return the smallest tried number of processes with which the job fits under FSDP2.
 
-    The numbers that are tried are 2, 4, 8 ... times the number of the job.
+    The numbers that are tried are 2, 4, 8 ... times the number of the job. The result is None if
+    the job fits with none of them.
     """
     count = 2 * job.train.processes
     while count <= min(_MAX_PROCESSES, job.max_processes):

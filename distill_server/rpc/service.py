@@ -123,7 +123,8 @@ class DistillService(distill_pb2_grpc.DistillServicer):
     async def GetJob(self, request: pb.GetJobRequest, context: _Context) -> pb.Job:
         """Return one job with its configuration and the steps of its checkpoints.
 
-        If the run directory does not answer, the steps are missing and the job's phase says so.
+        If the run directory does not answer, the steps are missing. The phase of an active job
+        then says so, because the scheduler also waits for the directory.
         """
         job = self._store.resolve(request.job_id)
         checkpoints: tuple[int, ...] = ()

@@ -229,7 +229,8 @@ class Tokens:
 def _bearer_token(metadata: Any) -> str | None:
     """Return the token in the header `authorization: Bearer TOKEN`.
 
-    Returns None if the call has no such header, or several.
+    Returns None if the call has no such header, if it has several headers `authorization`, or if
+    the token has more than MAX_TOKEN_CHARS characters.
     """
     headers = [value for key, value in metadata or () if key == "authorization"]
     # Refuse two headers, because a proxy in front of this server may have checked the other header.

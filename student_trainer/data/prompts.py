@@ -122,7 +122,11 @@ ALL_IDS = ModelIds()
 
 
 def encoding_facts(prompt_format: PromptFormat, tokenizer: Any) -> tuple[object, ...]:
-    """Return all settings that change the tokens of a record, as JSON values."""
+    """Return the facts besides the keys of `data` that change the tokens of a record.
+
+    These are the facts of the tokenizer and, if the chat template writes the date, the present
+    date. All are JSON values.
+    """
     today = date_warning(prompt_format, template_text(tokenizer.chat_template)) and time.strftime(
         "%Y-%m-%d"
     )
