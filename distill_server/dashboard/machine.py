@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from clients.jobs.job import JobState
 from distill_server.jobs.store import JobStore
 from distill_server.places import Places
 from distill_server.runners.local.usage import Gpu
@@ -42,7 +43,7 @@ def machine_record(
         holders.append(
             {"name": name, "state": teacher.state, "since": since, **_share_record(teacher.share)}
         )
-    queue = [store.job(job_id) for job_id in store.queue()[:_MAX_QUEUED]]
+    queue = store.in_state(JobState.QUEUED, limit=_MAX_QUEUED)
     return {
         "capacity": places.capacity(),
         "holders": holders,
