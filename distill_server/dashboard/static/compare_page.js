@@ -70,28 +70,40 @@ class ComparePage {
     for (const end of this.closers) end();
   }
 
-  /** Reads the new steps of all jobs, one after the other: a browser holds few connections to a server. */
+  /** Reads the new steps of all jobs, one after the other: a browser holds few connections to a server.
+   *  The first time, each job is drawn when it has been read; later, all jobs are drawn at the end. */
   async read() {
+    const isFirst = this.runs.every(({lastSeq}) => !lastSeq);
+    let isChanged = false;
     try {
-      for (const run of this.runs) await this.readRun(run);
+      for (const run of this.runs) {
+        isChanged = await this.readRun(run) || isChanged;
+        if (isFirst) this.redraw();
+      }
       this.notice?.remove();
     } catch (error) {
       this.fail(error);
     }
+    if (isChanged && !isFirst) this.redraw();
   }
 
+  /** Returns whether the job has new steps. */
   async readRun(run) {
     const {job, history} = run;
     // The last events of a job that has ended are read once.
-    if (this.closed || run.isComplete) return;
+    if (this.closed || run.isComplete) return false;
     const answer = await get(`api/jobs/${encodeURIComponent(job.id)}/steps?after=${run.lastSeq}`);
     run.isComplete = ENDED.includes(answer.state);
     if (answer.extremes) history.extremes = answer.extremes;
     run.lastSeq = answer.last_seq;
     history.addColumns(answer.events);
-    if (!history.last) return;
+    if (!history.last) return false;
     const {state, step, max_steps: steps} = history.last;
     Object.assign(job, {state, step, max_steps: steps || job.max_steps});
+    return answer.events.seq.length > 0;
+  }
+
+  redraw() {
     this.draw();
     this.show();
   }
