@@ -57,7 +57,8 @@ export class SamplesView {
   constructor(path, job, history) {
     const tokens = new TokensView();
     const lackOf = (records) => () => lack(records, job, history);
-    this.sections = [new StepsView("Samples", `${path}/samples`, (samples) => samples.map(transcript), lackOf("transcripts")),
+    const transcripts = (samples) => samples.map(transcript);
+    this.sections = [new StepsView("Samples", `${path}/samples`, transcripts, lackOf("transcripts")),
       new StepsView("Tokens", `${path}/tokens`, (records) => tokens.cards(records), lackOf("tokens"))];
     this.sections[1].element.children[0].after(tokens.controls);
     this.elements = this.sections.map(({element}) => element);
