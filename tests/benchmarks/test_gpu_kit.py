@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -65,6 +66,62 @@ def test_a_report_names_its_failures(tmp_path: Path) -> None:
     summary, failures = run.read_report(report)
     assert summary == "1 passed, 1 failed, 1 skipped"
     assert failures == ("tests/gpu/test_rows.py::test_c: AssertionError: 0.3",)
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["run-gpu", *arguments])
+    try:
+        return run.main()
+    except SystemExit as error:
+        return int(error.code or 0)
+
+
+def test_another_python_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "PYTHON", (3, 1))
+    assert run_main(monkeypatch, "--out", str(tmp_path)) == 2
+    assert "packages are for Python 3.1 on x86_64, and this is Python 3." in capsys.readouterr().err
+
+
+@pytest.fixture
+def own_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "PYTHON", sys.version_info[:2])
+    monkeypatch.setattr(run, "PROCESSOR", platform.machine())
+    monkeypatch.setattr(run, "read_facts", lambda out: {"gpus": 1})
+
+
+@pytest.mark.usefixtures("own_python")
+def test_a_directory_that_cannot_be_written_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert run_main(monkeypatch, "--out", str(tmp_path / "file")) == 2
+    assert "--out: [Errno 17] File exists" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("own_python")
+def test_an_interrupted_run_leaves_no_result_of_an_earlier_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "run_command", interrupt)
+    for name in ("ceilings", "gpu.ceilings", "tests"):
+        (tmp_path / f"{name}.json").write_text('{"ended": "passed"}')
+    assert run_main(monkeypatch, "ceilings", "--out", str(tmp_path)) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert [path.name for path in tmp_path.glob("*.json")] == ["tests.json"]
+
+
+def test_half_a_report_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def write_half(*_: object) -> None:
+        (tmp_path / "tests.xml").write_text(REPORT[:100])
+
+    monkeypatch.setattr(run, "run_command", write_half)
+    result = run.run_part("tests", tmp_path, cpu=False)
+    assert (result.ended, result.summary) == ("out of time", "0 of 1 programs")
 
 
 def test_every_test_with_the_mark_is_in_a_part() -> None:

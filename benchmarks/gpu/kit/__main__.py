@@ -16,10 +16,13 @@ import tarfile
 import tempfile
 from pathlib import Path
 
+from benchmarks.gpu.kit import run
+
 ROOT = Path(__file__).parents[3]
 FOLDER = "distill-gpu-kit"
 LIMIT_MIB = 60
-PYTHON, PLATFORM = "3.12", "x86_64-manylinux_2_28"
+PYTHON = ".".join(map(str, run.PYTHON))
+PLATFORM = f"{run.PROCESSOR}-manylinux_2_28"
 LEFT_OUT = (".png", ".svg", ".ipynb")
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ SOURCE, PACKAGES = HERE / "source", HERE / "packages"
 LIMITS = {"tests": 150, "checks": 230, "ceilings": 120, "figures": 900}
 REHEARSAL = 10  # times the limits
 SHOWN = 5  # failures of a part that are printed
+PYTHON, PROCESSOR = (3, 12), "x86_64"  # of the kit's packages
 GRACE = 15  # seconds between the interrupt and the end of a part
 
 FACTS = """
@@ -79,17 +81,35 @@ def main() -> int:
     parts = options.parts or ["tests", "checks", "ceilings"]
     if unknown := [part for part in parts if part not in LIMITS]:
         parser.error(f"unknown part {unknown[0]!r}; the parts are {', '.join(LIMITS)}")
+    if (sys.version_info[:2], platform.machine()) != (PYTHON, PROCESSOR):
+        machine = f"Python {platform.python_version()} on {platform.machine()}"
+        wanted = f"Python {PYTHON[0]}.{PYTHON[1]} on {PROCESSOR}"
+        parser.error(f"the kit's packages are for {wanted}, and this is {machine}")
     out = options.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for part in parts:  # results of an earlier run are no results of this one
+            (out / f"{part}.json").unlink(missing_ok=True)
+        (out / "machine.json").unlink(missing_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {error}")
+    try:
+        return run_parts(parts, out, cpu=options.cpu)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def run_parts(parts: list[str], out: Path, *, cpu: bool) -> int:
     facts = read_facts(out)
     if facts is None:
         return 2
-    if not facts["gpus"] and not options.cpu:
+    if not facts["gpus"] and not cpu:
         print("torch finds no GPU; --cpu rehearses without one", file=sys.stderr)
         return 2
     ended = []
     for part in parts:
-        result = run_part(part, out, cpu=options.cpu)
+        result = run_part(part, out, cpu=cpu)
         (out / f"{part}.json").write_text(json.dumps(vars(result), indent=1) + "\n")
         print(result.line, flush=True)
         for failure in result.failures[:SHOWN]:
@@ -128,15 +148,17 @@ def run_part(part: str, out: Path, *, cpu: bool) -> Result:
     codes: list[int | None] = []
     with (out / f"{part}.log").open("wb") as log:
         for command in commands_of(part, out, report, cpu=cpu):
+            if "--out" in command:
+                Path(command[-1]).unlink(missing_ok=True)
             left = limit - (time.monotonic() - began)
             codes.append(run_command(command, log, left) if left > 0 else None)
     seconds = time.monotonic() - began
     ended = "out of time" if None in codes else "failed" if any(codes) else "passed"
-    if report.exists():
+    try:
         summary, failures = read_report(report)
         if ended == "passed" and summary.startswith("0 passed") and not cpu:
             ended = "failed"  # all tests were skipped, so nothing is known about the GPU
-    else:
+    except (FileNotFoundError, ElementTree.ParseError):  # a killed pytest writes no whole report
         summary, failures = f"{codes.count(0)} of {len(codes)} programs", ()
     return Result(part, ended, round(seconds, 1), limit, summary, failures)
 
