@@ -185,7 +185,7 @@ def samples_of(folder: Path, step: int) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     for line in _read_start(folder / f"step-{step:06d}.jsonl").splitlines()[:_MAX_SAMPLES]:
         try:
-            record = json.loads(line)
+            record = _parse_json(line)
         except (ValueError, RecursionError):
             continue  # cut by the size limit, or written by a trainer that was killed
         if isinstance(record, dict):
@@ -199,10 +199,15 @@ def evaluation_in(run: RunDirectory) -> list[dict[str, Any]] | None:
     Returns None if there are no results yet.
     """
     try:
-        models = json.loads(_read_start(run.evaluation / "result.json"))["models"]
+        models = _parse_json(_read_start(run.evaluation / "result.json"))["models"]
     except (NotFound, ValueError, RecursionError, TypeError, KeyError):
         return None
     return models if isinstance(models, list) else None
+
+
+def _parse_json(text: bytes) -> Any:
+    """Parse JSON. NaN and infinite numbers, which JSON for browsers does not have, become texts."""
+    return json.loads(text, parse_constant=str)
 
 
 def preview_in(run: RunDirectory) -> dict[str, Any] | None:

@@ -195,17 +195,23 @@ def test_samples_are_read_as_far_as_they_are_whole(site: Site) -> None:
     samples.mkdir()
     lines = [json.dumps({"prompt": f"<b>{n}</b>", "answer": n}) for n in range(3)]
     (samples / "step-000050.jsonl").write_text("\n".join([*lines, "[1]", '{"cut": "of']))
+    (samples / "step-000060.jsonl").write_text('{"reward": NaN, "logprobs": [-Infinity, -0.5]}\n')
     (samples / "step-000100.jsonl").symlink_to("/etc/passwd")
     (samples / "notes.txt").write_text("x")
-    assert site.ask(path).json() == {"steps": [100, 50]}
+    assert site.ask(path).json() == {"steps": [100, 60, 50]}
     returned_samples = site.ask(f"{path}/50").json()["samples"]
     assert site.ask(f"/api/jobs/{job}/evaluation").json() == {"models": None}
     results = RunDirectory(site.runs / job).evaluation
     results.mkdir()
-    for text, models in (('{"models": [{"model": "a"}]}', [{"model": "a"}]), ("[", None)):
+    for text, models in (
+        ('{"models": [{"model": "a", "gain": NaN}]}', [{"model": "a", "gain": "NaN"}]),
+        ("[", None),
+    ):
         (results / "result.json").write_text(text)
         assert site.ask(f"/api/jobs/{job}/evaluation").json() == {"models": models}
     assert returned_samples == [json.loads(line) for line in lines]
+    [values] = site.ask(f"{path}/60").json()["samples"]
+    assert values == {"reward": "NaN", "logprobs": ["-Infinity", -0.5]}
     assert site.ask(f"{path}/100").status == 404
     assert site.ask(f"{path}/7").status == 404
 
