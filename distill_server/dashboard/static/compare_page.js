@@ -3,7 +3,7 @@
 
 import {Curves} from "./curves.js";
 import {keyOf} from "./curve.js";
-import {badge, el} from "./dom.js";
+import {badge, el, jobLink, scrollRegion} from "./dom.js";
 import {heldOutOf, klOf, number, percent} from "./figures.js";
 import {History} from "./history.js";
 import {differingKeys, flattened, groupBySeed, interval} from "./seeds.js";
@@ -122,13 +122,13 @@ class ComparePage {
     const means = (members) => RESULTS.map(([, , format], column) =>
       meanOf(members.map((run) => rows.get(run)[column]), format));
     const groups = groupBySeed(this.runs);
-    this.ends.replaceChildren(scrolled("Ends", el("table", {class: "plain seeds"},
+    this.ends.replaceChildren(scrollRegion("Ends", "", el("table", {class: "plain seeds"},
       el("thead", {}, el("tr", {}, columns.map((name) => el("th", {scope: "col"}, name)))),
       groups.map(({keys, members}) => el("tbody", {},
         members.length > 1 ? el("tr", {class: "mean"},
           el("th", {scope: "row", colspan: 3}, `mean of ${members.length} seeds`, ...keysOf(keys)),
           cells(means(members))) : null,
-        members.map((run) => el("tr", {}, el("th", {scope: "row"}, key(run.colour), link(run.job, run.label)),
+        members.map((run) => el("tr", {}, el("th", {scope: "row"}, key(run.colour), jobLink(run.job.id, run.label)),
           el("td", {}, badge(run.job.state)), el("td", {}, `${run.job.step} / ${run.job.max_steps || "?"}`),
           cells(RESULTS.map(([, , format], column) => format(rows.get(run)[column]))))))))));
   }
@@ -157,24 +157,15 @@ function keysOf(keys) {
 function differences(runs) {
   const names = differingKeys(runs.map(({config}) => config));
   if (!names.length) return el("p", {class: "hint"}, "The configurations are the same.");
-  return scrolled("Differences", el("table", {class: "plain differences"},
+  return scrollRegion("Differences", "", el("table", {class: "plain differences"},
     el("thead", {}, el("tr", {}, el("th", {scope: "col"}, "Key"),
       runs.map(({label, colour}) => el("th", {scope: "col"}, key(colour), label)))),
     el("tbody", {}, names.map((name) => el("tr", {}, el("th", {scope: "row"}, el("code", {}, name)),
       runs.map(({config}) => el("td", {}, el("code", {}, config.get(name) ?? "-"))))))));
 }
 
-/** A table may be wider than a phone: it scrolls, also with the keyboard. */
-function scrolled(name, table) {
-  return el("div", {class: "wide", role: "region", "aria-label": name, tabindex: 0}, table);
-}
-
 function key(colour) {
   return el("i", {class: `key ${keyOf(colour)}`, "aria-hidden": "true"});
-}
-
-function link(job, label) {
-  return el("a", {href: `#/jobs/${encodeURIComponent(job.id)}`}, label);
 }
 
 /** A job's name, or its id if another job has the same name. */

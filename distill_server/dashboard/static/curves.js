@@ -3,7 +3,7 @@
 import {CHARTS, comesFirst, labelOf, OTHER, THEMES} from "./charts.js";
 import {ChartView} from "./chart_view.js";
 import {Curve} from "./curve.js";
-import {el, setText} from "./dom.js";
+import {el, scrollRegion, setText} from "./dom.js";
 import {number} from "./figures.js";
 
 // A shorter line may still change.
@@ -111,7 +111,7 @@ export class Curves {
 function valuesTable(body, toggle) {
   const columns = ["Metric", "Last", "Step", "Lowest", "Highest"];
   return el("details", {toggle, class: "values", hidden: true}, el("summary", {}, "Table of values"),
-    el("div", {class: "wide", role: "region", "aria-label": "Values", tabindex: 0}, el("table", {class: "plain"},
+    scrollRegion("Values", "", el("table", {class: "plain"},
       el("thead", {}, el("tr", {}, columns.map((name) => el("th", {scope: "col"}, name)))), body)));
 }
 

@@ -34,6 +34,21 @@ export function badge(state) {
   return el("span", {class: `badge ${state.toLowerCase()}`}, state.toLowerCase());
 }
 
+/** Creates a link to a job's page. */
+export function jobLink(id, text) {
+  return el("a", {href: `#/jobs/${encodeURIComponent(id)}`}, text);
+}
+
+/** Creates a region for contents that may be wider than the page: it scrolls, also with the keyboard. */
+export function scrollRegion(name, kind, ...children) {
+  return el("div", {class: `wide ${kind}`.trim(), role: "region", "aria-label": name, tabindex: 0}, ...children);
+}
+
+/** Returns the parts of a text, with a visible mark before each line break. */
+export function markLineBreaks(text) {
+  return text.split("\n").flatMap((part, index) => (index ? [el("i", {}, "\\n"), "\n", part] : [part]));
+}
+
 /** Creates a progress bar, indeterminate if `maxSteps` is 0 (unknown). */
 export function bar(step, maxSteps, label) {
   const known = maxSteps > 0;

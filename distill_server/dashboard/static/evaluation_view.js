@@ -1,6 +1,6 @@
 // The results of an evaluation job: a table of pass@k, with a row for each model.
 
-import {el} from "./dom.js";
+import {el, scrollRegion} from "./dom.js";
 import {number, percent} from "./figures.js";
 import {get} from "./server.js";
 
@@ -26,7 +26,7 @@ export class EvaluationView {
     const {prompts, samples} = models[0];
     this.element.replaceChildren(el("h2", {}, "Results"),
       el("p", {class: "hint"}, `${prompts} prompts, ${samples} answers each; 95% intervals over the prompts`),
-      el("div", {class: "wide", role: "region", "aria-label": "Results", tabindex: 0}, el("table", {class: "plain"},
+      scrollRegion("Results", "", el("table", {class: "plain"},
         el("thead", {}, el("tr", {}, columns.map((name) => el("th", {scope: "col"}, name)))),
         el("tbody", {}, models.map((model) => el("tr", {}, el("th", {scope: "row"}, model.model),
           shares.map((name) => el("td", {}, estimate(model[name], (value) => percentOf(value, name)))),

@@ -1,6 +1,6 @@
 // The page of the server's machine: who holds slots, GPUs and CPU threads, and who waits for whom.
 
-import {badge, el} from "./dom.js";
+import {badge, el, jobLink, scrollRegion} from "./dom.js";
 import {ago, bytes, gpuNames, percent, whyQueued} from "./figures.js";
 import {Fault, get, repeat} from "./server.js";
 
@@ -27,13 +27,13 @@ function show(body, {capacity, holders, queue, gpus}) {
   const drawn = JSON.stringify([capacity, holders, queue, gpus, ago(holders[0]?.since), minute]);
   if (body.dataset.drawn === drawn) return; // keeps the focus and the selection
   body.dataset.drawn = drawn;
-  const names = new Map([...holders, ...queue].filter(({id}) => id).map(({id}) => [id, link(id, id)]));
+  const names = new Map([...holders, ...queue].filter(({id}) => id).map(({id}) => [id, jobLink(id, id)]));
   body.replaceChildren(
     meters(capacity),
     el("h2", {}, "In use"),
     holders.length ? table("In use", ["Job or teacher", "GPUs", "CPU threads", "State", "Owner", "Started"],
       holders.map((holder) => [
-        holder.id ? link(holder.id, holder.name) : `teacher ${holder.name}`,
+        holder.id ? jobLink(holder.id, holder.name) : `teacher ${holder.name}`,
         gpuNames(holder.gpus), holder.cpus || "-", badge(holder.state), holder.owner || "-",
         ago(holder.since)]))
       : el("p", {class: "notice"}, "No job and no teacher of this server runs."),
@@ -43,7 +43,7 @@ function show(body, {capacity, holders, queue, gpus}) {
         holderOf(gpu, holders)]))] : [],
     el("h2", {}, "Queue"),
     queue.length ? table("Queue", ["Place", "Job", "Waits for", "Owner", "Queued"], queue.map((job) => [
-      job.place, link(job.id, job.name), linked(reason(job), names), job.owner || "-", ago(job.queued_at)]))
+      job.place, jobLink(job.id, job.name), linked(reason(job), names), job.owner || "-", ago(job.queued_at)]))
       : el("p", {class: "notice"}, "No job waits."));
 }
 
@@ -63,7 +63,7 @@ function meters({slots, gpus, cpus, queued}) {
 function holderOf({index, uuid}, holders) {
   const holder = holders.find(({gpus}) => gpus?.some((name) => name === String(index) || uuid.startsWith(name)));
   if (!holder) return "-";
-  return holder.id ? link(holder.id, holder.name) : `teacher ${holder.name}`;
+  return holder.id ? jobLink(holder.id, holder.name) : `teacher ${holder.name}`;
 }
 
 /** Returns the words of a text, with links in place of the ids of jobs. */
@@ -71,12 +71,8 @@ function linked(text, names) {
   return text.split(/( |, |: )/).map((word) => names.get(word)?.cloneNode(true) ?? word);
 }
 
-function link(id, text) {
-  return el("a", {href: `#/jobs/${encodeURIComponent(id)}`}, text);
-}
-
 function table(name, columns, rows) {
-  return el("div", {class: "wide results whole", role: "region", "aria-label": name, tabindex: 0},
+  return scrollRegion(name, "results whole",
     el("table", {class: "plain"},
       el("thead", {}, el("tr", {}, columns.map((column) => el("th", {scope: "col"}, column)))),
       el("tbody", {}, rows.map((cells) => el("tr", {}, cells.map((cell) => el("td", {}, cell)))))));

@@ -1,6 +1,6 @@
 // Parallel coordinates of a sweep: an axis for each label that differs, and one for the result; a line a job.
 
-import {el, svg} from "./dom.js";
+import {scrollRegion, svg} from "./dom.js";
 import {number} from "./figures.js";
 
 const [HEIGHT, TOP, BOTTOM, SIDE] = [210, 30, 14, 56];
@@ -29,9 +29,10 @@ export function parallelChart({metric, labels, rows}, width) {
   const best = measured.find((job) => job.is_best);
   const winner = best ? `; the best is ${best.name}` : "";
   const label = `${measured.length} jobs by ${labels.join(", ")} and ${metric}${winner}`;
-  return el("div", {class: "wide parallel", role: "region", "aria-label": "Parallel coordinates", tabindex: 0},
+  return scrollRegion("Parallel coordinates", "parallel",
     svg("svg", {width: whole, height: HEIGHT, role: "group", "aria-label": label},
-      axes.map((axis, index) => drawn(axis, x(index))), [...lines].sort((one) => (one.matches(".best") ? 1 : -1))));
+      axes.map((axis, index) => drawn(axis, x(index))),
+      [...lines].sort((one, other) => one.matches(".best") - other.matches(".best"))));
 }
 
 function numberOf(value) {

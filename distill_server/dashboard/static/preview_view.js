@@ -1,6 +1,6 @@
 // What a job learns from, token by token: warnings, counts, and the first records.
 
-import {el} from "./dom.js";
+import {el, markLineBreaks} from "./dom.js";
 import {get} from "./server.js";
 
 const LEGEND = [
@@ -61,6 +61,5 @@ function counts({reader, tokens, learned, runs}) {
 
 /** A token, isolated from the writing direction of its neighbours; line breaks are marked. */
 function token(kind, text) {
-  const parts = text.split("\n").flatMap((part, index) => (index ? [el("i", {}, "\\n"), "\n", part] : [part]));
-  return el("bdi", {class: `token ${kind}`}, parts);
+  return el("bdi", {class: `token ${kind}`}, markLineBreaks(text));
 }

@@ -1,7 +1,7 @@
 // The results of several jobs, such as those of a sweep: the labels that differ against the evaluations.
 
 import {MOST_COMPARED} from "./compare_page.js";
-import {badge, el} from "./dom.js";
+import {badge, el, scrollRegion} from "./dom.js";
 import {number} from "./figures.js";
 import {parallelChart} from "./parallel_chart.js";
 import {Fault, get, repeat} from "./server.js";
@@ -41,7 +41,7 @@ function show(body, results) {
       winner ? [": ", el("b", {}, winner.name)] : null, ". ",
       rows.length > 1 ? el("a", {href: `#/compare/${ids}`}, "Compare the curves") : null),
     ...[parallelChart(results, body.clientWidth)].filter(Boolean),
-    el("div", {class: "wide results", role: "region", "aria-label": "Results", tabindex: 0},
+    scrollRegion("Results", "results",
       el("table", {class: "plain"},
         el("thead", {}, el("tr", {}, columns.map((name) => el("th", {scope: "col"}, name)))),
         el("tbody", {}, rows.map((job) => row(job, labels, isUnique))))));

@@ -1,6 +1,6 @@
 // The page of the teachers: their load, caches and waiting jobs, updated every three seconds.
 
-import {badge, el} from "./dom.js";
+import {badge, el, jobLink} from "./dom.js";
 import {ago, duration, gpuNames, number, percent} from "./figures.js";
 import {Fault, get, repeat} from "./server.js";
 import {sparkline} from "./sparkline.js";
@@ -104,18 +104,14 @@ function users({jobs, waiting}) {
   const waits = (id) => (jobs[id] === null ? null : el(jobs[id] >= LONG_WAIT ? "b" : "small", {class: "wait"},
     ` waits ${percent(jobs[id])} of its time`));
   return [
-    ids.length ? el("p", {class: "served"}, "serves ", listed(ids, (id) => [link(id), waits(id)])) : null,
-    waiting.length ? el("p", {class: "served"}, "awaited by ", listed(waiting, (id) => [link(id)])) : null,
+    ids.length ? el("p", {class: "served"}, "serves ", listed(ids, (id) => [jobLink(id, id), waits(id)])) : null,
+    waiting.length ? el("p", {class: "served"}, "awaited by ", listed(waiting, (id) => [jobLink(id, id)])) : null,
   ];
 }
 
 function listed(ids, parts) {
   const rest = ids.length > MOST_JOBS ? [`, and ${ids.length - MOST_JOBS} more`] : [];
   return [...ids.slice(0, MOST_JOBS).flatMap((id, index) => [index ? ", " : null, ...parts(id)]), ...rest];
-}
-
-function link(id) {
-  return el("a", {href: `#/jobs/${encodeURIComponent(id)}`}, id);
 }
 
 /** Creates a list of names and values from pairs `[name, value]`. */

@@ -1,6 +1,6 @@
 // Held-out tokens, coloured by the log-probs of student and teacher.
 
-import {el} from "./dom.js";
+import {el, markLineBreaks} from "./dom.js";
 import {number} from "./figures.js";
 
 // `limits` are the smallest values of each colour but the last: probabilities, and differences in nats.
@@ -51,7 +51,7 @@ export class TokensView {
   card(record) {
     const tokens = record.tokens.map((text, index) => {
       const logprobs = {student: record.student[index], teacher: record.teacher?.[index]};
-      const element = el("bdi", {class: "token", title: describe(logprobs)}, visible(text));
+      const element = el("bdi", {class: "token", title: describe(logprobs)}, markLineBreaks(text));
       this.shown.push({element, logprobs});
       return element;
     });
@@ -73,9 +73,4 @@ export class TokensView {
 function describe(logprobs) {
   return Object.entries(logprobs).filter(([, value]) => value !== undefined)
     .map(([name, value]) => `${name}: ${number(Math.exp(value), 3)} (log-prob ${number(value, 3)})`).join(", ");
-}
-
-/** Marks line breaks, which a token of text may have. */
-function visible(text) {
-  return text.split("\n").flatMap((part, index) => (index ? [el("i", {}, "\\n"), "\n", part] : [part]));
 }
