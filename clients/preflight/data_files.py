@@ -14,11 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
 
+from clients.config.file import is_file_name, similar_path
 from clients.config.tables.data import Columns, DataFile
 from clients.config.tables.job import JobConfig
 from clients.data.formats import (
     exists_here,
     files_of,
+    is_pattern,
     list_key,
     read_start,
     suffix_of,
@@ -87,14 +89,21 @@ def check_all_records(config: JobConfig, report: Callable[[str], None]) -> None:
 
     The columns must be set in `config`, by the job or by `fit_columns`. Tokens are not checked.
     `report`: a function that shows a text to the user. The texts are the progress, every few
-    seconds, and the names of files that are not read because they are too large or need pyarrow.
+    seconds, and the names of data sets that are not read: files that are too large or need pyarrow,
+    directories, URLs and hub ids.
     """
     for data_file in config.data_files:
         path, prompts = data_file.path, data_file.prompts
-        if is_object_url(path) or not exists_here(path):
+        is_url, is_here = is_object_url(path), exists_here(path)
+        if not is_url and not is_here and (is_file_name(path) or is_pattern(path)):
             continue
         data_set = DataSet(path, field=data_file.field)
-        if not data_set.files:
+        if is_url or not is_here or not data_set.files:
+            similar = "" if is_url or is_here else similar_path(Path(path))
+            report(
+                f"{data_file.field}: the records of {path} are not checked here; the job checks"
+                f" them at its start{f'. Did you mean {similar}?' if similar else ''}"
+            )
             continue
         size = sum(Path(name).stat().st_size for name in data_set.files)
         lacks_pyarrow = path.endswith((".parquet", ".zst")) and not has_pyarrow()

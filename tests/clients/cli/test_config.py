@@ -134,6 +134,19 @@ def test_all_records_of_a_local_file_are_checked(
     assert "data.path: late.jsonl has 0.0 GB: not all of its records are checked here" in notes
 
 
+def test_data_that_are_not_checked_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("saved").mkdir()
+    for path, suggestion in (
+        ("saved", ""),
+        ("own/data", ""),
+        ("s3://bucket/chats.jsonl", ""),
+        ("chats.jsonI", ". Did you mean chats.jsonl?"),
+    ):
+        assert check(f'data.path = "{path}"\ndata.prompt_column = "prompt"\n') == ExitCode.OK
+        note = f"data.path: the records of {path} are not checked here; the job checks them at its"
+        assert f"{note} start{suggestion}\n" in capsys.readouterr().err
+
+
 def test_a_long_check_tells_its_progress(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
