@@ -87,15 +87,15 @@ class MetricsLog:
         if last_step is None:
             return
         for line in _lines_of(self._path):
-            # A killed process may have left an incomplete last line.
-            step = _step_of(line) if line.endswith(b"\n") else None
+            # A killed process may have left an incomplete last line. A written line is ASCII.
+            step = _step_of(line) if line.endswith(b"\n") and line.isascii() else None
             if step is None:
                 log.warning("metrics.jsonl: removed a damaged line")
             elif step <= last_step:
                 if _EVALUATION_BYTES in line and (point := _point_of(line)):
                     self.evaluations.append(point)
                 self._last_line = line
-                yield line.decode("utf-8")
+                yield line.decode("ascii")
 
     def sync(self) -> None:
         """Flush metrics.jsonl to disk.

@@ -90,12 +90,13 @@ def test_a_resumed_log_removes_damaged_lines(
 ) -> None:
     run = RunDirectory.create(tmp_path / "run", job_config())
     damaged = ['{"attempt": 1, "step": 2, "lo\n', "\0\0\n", "[1]\n", '{"attempt": 1, "step": 4']
-    run.metrics.write_text(line_of(1) + damaged[0] + damaged[1] + damaged[2] + line_of(3))
-    with run.metrics.open("a") as file:
-        file.write(damaged[3])
+    flipped_bit = line_of(2).encode().replace(b"loss", b"\xecoss")
+    run.metrics.write_text(line_of(1) + damaged[0] + damaged[1] + damaged[2])
+    with run.metrics.open("ab") as file:
+        file.write(flipped_bit + line_of(3).encode() + damaged[3].encode())
     with caplog.at_level(logging.WARNING):
         log = MetricsLog(run, attempt=2, last_step=9)
-    assert caplog.messages == ["metrics.jsonl: removed a damaged line"] * 4
+    assert caplog.messages == ["metrics.jsonl: removed a damaged line"] * 5
     assert run.metrics.read_text() == line_of(1) + line_of(3)
     assert log.last == Point(3, {"loss": 0.25})
     log.close()
