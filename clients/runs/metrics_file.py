@@ -204,28 +204,28 @@ def read_evaluations(path: Path) -> Iterator[Point]:
     return (point for line in lines if (point := _point_of(line)) is not None)
 
 
-def read_curves(path: Path, most: int = _MAX_CURVE_STEPS) -> list[Point]:
+def read_curves(path: Path, limit: int = _MAX_CURVE_STEPS) -> list[Point]:
     """Return the steps of the file that a plot needs.
 
     A short run gives all its steps. A long run gives the last step, all steps with an evaluation,
-    and at most `most` of the other steps, at equal distances (a power of two). Only the returned
+    and at most `limit` of the other steps, at equal distances (a power of two). Only the returned
     lines are parsed, so memory and parsing time do not grow with the length of the run.
     """
     steps, evaluations = dict[int, bytes](), dict[int, bytes]()
-    interval, last = 1, (0, b"")
+    interval, last = 1, dict[int, bytes]()
     for line in _lines_of(path):
         step = _step_of(line)
         if step is None:
             continue
-        last = step, line
+        last = {step: line}
         if _EVALUATION_BYTES in line:
             evaluations[step] = line
         elif step % interval == 0:
             steps[step] = line
-        if len(steps) > most:
+        if len(steps) > limit:
             interval *= 2
             steps = {step: line for step, line in steps.items() if step % interval == 0}
-    lines = dict(sorted({**steps, **evaluations, last[0]: last[1]}.items()))
+    lines = dict(sorted((steps | evaluations | last).items()))
     return [point for line in lines.values() if (point := _point_of(line)) is not None]
 
 

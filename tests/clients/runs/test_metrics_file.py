@@ -35,11 +35,14 @@ def write(path: Path, steps: int) -> Path:
     return path
 
 
-def test_curves_of_a_short_run_have_all_steps(tmp_path: Path) -> None:
+def test_curves_of_a_short_run_have_all_steps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = write(tmp_path / "metrics.jsonl", 60)
     assert read_curves(path) == list(read_points(path))
     assert [point.step for point in read_curves(path)] == list(range(61))
     assert read_curves(tmp_path / "none") == []
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(
