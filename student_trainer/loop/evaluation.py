@@ -315,13 +315,19 @@ class Evaluation:
         - tokens: the texts of the first 512 learned tokens.
         - student: the student's log-probs of these tokens, in nats.
         - teacher: the teacher's log-probs of these tokens, in nats; only with a teacher.
+
+        A log-prob that is not finite is None, because JSON has no such numbers. A teacher gives
+        -inf to a token that it excludes.
         """
         ids = sequence.token_ids[sequence.places[:_WRITTEN_TOKENS]].tolist()
         return {
             "prompt": self._tokenizer.decode(sequence.token_ids[: sequence.start])[-_PROMPT_CHARS:],
             "tokens": [self._tokenizer.decode([token]) for token in ids],
             **{
-                name: [round(value, 4) for value in values[: len(ids)].tolist()]
+                name: [
+                    round(value, 4) if math.isfinite(value) else None
+                    for value in values[: len(ids)].tolist()
+                ]
                 for name, values in logprobs.items()
             },
         }

@@ -49,8 +49,10 @@ export class TokensView {
   }
 
   card(record) {
+    // JSON has no infinity: null is the log-prob of a token that a model excludes.
+    const logprob = (values, index) => values && (values[index] ?? -Infinity);
     const tokens = record.tokens.map((text, index) => {
-      const logprobs = {student: record.student[index], teacher: record.teacher?.[index]};
+      const logprobs = {student: logprob(record.student, index), teacher: logprob(record.teacher, index)};
       const element = el("bdi", {class: "token", title: describe(logprobs)}, markLineBreaks(text));
       this.shown.push({element, logprobs});
       return element;

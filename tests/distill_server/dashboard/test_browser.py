@@ -141,7 +141,7 @@ def test_held_out_tokens_are_coloured(site: Site, browser: Browser) -> None:
     folder.mkdir()
     tokens = ["<b>", "4\n", "2"]
     record = {"prompt": "6*7=", "tokens": tokens, "student": [-0.01, -3.0, -5.0]}
-    for step, teacher in ((0, [-0.02, -0.5, -0.1]), (2, [-0.03, -3.0, -0.2])):
+    for step, teacher in ((0, [None, -0.5, -0.1]), (2, [-0.03, -3.0, -0.2])):
         text = json.dumps(record | {"teacher": teacher})
         sequences = 1 if step else 2
         (folder / f"step-{step:06d}.jsonl").write_text(f"{text}\n" * sequences)
@@ -161,7 +161,9 @@ def test_held_out_tokens_are_coloured(site: Site, browser: Browser) -> None:
     title = browser.attribute(f"{shown}:last-child", "title")
     assert title == "student: 0.00674 (log-prob -5), teacher: 0.819 (log-prob -0.2)"
     browser.choose(f"{section} [aria-label='Step of Tokens']", "0")
-    eventually(lambda: list_classes() == ["token gap-2", "token gap-4", "token gap-4"] * 2)
+    eventually(lambda: list_classes() == ["token gap-0", "token gap-4", "token gap-4"] * 2)
+    title = browser.attribute(f"{shown}:first-child", "title")
+    assert title == "student: 0.99 (log-prob -0.01), teacher: 0 (log-prob -)", "an excluded token"
     samples = "details:has([aria-label='Step of Samples'])"
     browser.click(f"{samples} > summary")
     reason = "This job has no transcripts: it had no evaluation."

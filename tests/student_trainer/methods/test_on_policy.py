@@ -220,6 +220,9 @@ def test_the_logprobs_of_held_out_tokens(
             logprobs = completion_logprobs(model, sequence)[: len(ids)]
             expected = logprobs.gather(1, ids.long()[:, None])[:, 0].tolist()
             assert record[name] == pytest.approx(expected, abs=2e-4)
+    excluded = torch.full((held_out[0].learned,), -torch.inf)
+    record = trainer.method.evaluation._describe_tokens(held_out[0], {"teacher": excluded})
+    assert record["teacher"] == [None] * len(record["tokens"]), "JSON has no infinity"
 
 
 def test_weights_multiply_the_loss_of_their_sequences(
