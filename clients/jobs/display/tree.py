@@ -47,30 +47,31 @@ def tree_rows(jobs: Sequence[Job], now: float) -> list[Row]:
     for job in jobs:
         parents = sorted(order.keys() & job.dependencies, key=lambda parent: order[parent])
         children.setdefault(parents[-1] if parents else "", []).append(job)
-    return [_row_of(*line, now) for line in _iter_lines(children, "", "", is_root=True)]
+    return [_row_of(*line, now) for line in _iter_lines(children)]
 
 
-def _iter_lines(
-    children: Mapping[str, Sequence[Job]], parent: str, indent: str, *, is_root: bool
-) -> Iterator[tuple[Job, str, str]]:
-    """Yield (job, branch, id of the parent) for each job of the tree below `parent`, depth first.
+def _iter_lines(children: Mapping[str, Sequence[Job]]) -> Iterator[tuple[Job, str, str]]:
+    """Yield (job, branch, id of the parent) for each job, depth first.
 
     The branch is the text before the id, which draws the lines of the tree. `children`: the jobs
-    directly below each job, by its id. `indent`: the text before all branches. `is_root`: True for
-    the jobs at the top, which have no parent.
+    directly below each job, by its id; the jobs at the top have the key "". There is no recursion,
+    because a chain of jobs can be longer than Python's limit.
     """
-    siblings = children.get(parent, ())
-    for job in siblings:
-        is_last = job is siblings[-1]
-        branch = "" if is_root else "`- " if is_last else "|- "
-        stem = "" if is_root else "   " if is_last else "|  "
-        yield job, indent + branch, parent
-        yield from _iter_lines(children, job.id, indent + stem, is_root=False)
+    # (job, branch, id of the parent, start of the branches below the job)
+    pending = [(job, "", "", "") for job in reversed(children.get("", ()))]
+    while pending:
+        job, branch, parent, indent = pending.pop()
+        yield job, branch, parent
+        siblings = children.get(job.id, ())
+        for child in reversed(siblings):
+            is_last = child is siblings[-1]
+            branch = indent + ("`- " if is_last else "|- ")
+            pending.append((child, branch, job.id, indent + ("   " if is_last else "|  ")))
 
 
 def _row_of(job: Job, branch: str, parent: str, now: float) -> Row:
     row = list_row(job, now)
     others = ", ".join(name for name in job.dependencies if name != parent)
-    also = f"{'also ' if parent else ''}after {others}" if others else ""
-    reason = "; ".join(filter(None, (row["reason"], also)))
+    dependencies = f"{'also ' if parent else ''}after {others}" if others else ""
+    reason = "; ".join(filter(None, (row["reason"], dependencies)))
     return {**row, "job": branch + job.id, "reason": reason}

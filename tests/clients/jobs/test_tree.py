@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from clients.jobs.display.tree import connected_jobs, tree_rows
@@ -47,3 +48,10 @@ def test_the_pipeline_of_one_job() -> None:
         *("rows", "left", "right", "join", "deep")
     ]
     assert [job.id for job in connected_jobs(ROWS, "alone")] == ["alone"]
+
+
+def test_a_chain_longer_than_the_limit_of_recursion() -> None:
+    count = sys.getrecursionlimit() + 100
+    chain = [make_job(f"job-{n}", *([f"job-{n - 1}"] if n else [])) for n in range(count)]
+    rows = tree_rows(connected_jobs(chain), now=1.0)
+    assert [row["job"].lstrip(" `-") for row in rows] == [job.id for job in chain]
